@@ -1,0 +1,50 @@
+PYTHON ?= python3
+VENV   ?= .venv
+N      ?= 2000
+PYTEST_ARGS ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test slow lint format fuzz bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make .venv with all that demo, tests and lint need
+
+# The second step goes without dependencies: torchvision's wheel would replace the pinned torch by another one.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision timm
+	@touch $@
+
+demo: $(STAMP) ## train, prune and squeeze two small nets on the digits of scikit-learn
+	$(BIN)/python -m squeeze_release.demo
+
+test: $(STAMP) ## the default tests, on 2 processes
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
+
+slow: $(STAMP) ## the slow tests
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff, and mypy --strict on src
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+
+format: $(STAMP) ## let ruff rewrite what `make lint` would complain about
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+fuzz: $(STAMP) ## N random networks with random masks (N=2000)
+	$(BIN)/python tests/fuzz.py $(N)
+
+bench: $(STAMP) ## seconds for export, analysis and verification; CompensatedLayerNorm against LayerNorm
+	$(BIN)/python benchmarks/squeeze_speed.py
+
+clean: ## remove the environment and all caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,11 @@
+"""squeeze-release: make pruned networks really smaller, without changing what they compute."""
+
+from .errors import ExportError, InputError, MaskError, ModelError, SqueezeError, VerificationError, WeightError
+from .modules import CompensatedLayerNorm
+from .report import Report
+from .squeeze import Squeezed, squeeze
+
+__version__ = "0.1.0.dev0"
+
+__all__ = ["CompensatedLayerNorm", "ExportError", "InputError", "MaskError", "ModelError", "Report", "SqueezeError",
+           "Squeezed", "VerificationError", "WeightError", "squeeze"]

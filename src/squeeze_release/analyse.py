@@ -1,0 +1,266 @@
+"""Labels and constants forward over the graph, liveness backward: what can go, and for what stays, why."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from . import blocks
+from .facts import Fact, nothing, varying, vector
+from .labels import Grid, Labels, Live
+from .modules import can_index
+from .rules import RULES, UNKNOWN, Op, Rule, flat
+from .trace import Trace, named_arguments
+
+# What each rule set may do beyond folding constants, dropping the unread and removing dead blocks.
+RULE_SETS: dict[str, frozenset[str]] = {
+    "A": frozenset(),
+    "AB": frozenset({"norms"}),
+    "paper": frozenset({"norms", "heads"}),
+    "all": frozenset({"norms", "heads", "head_dims", "streams"}),
+}
+
+
+class Analysis:
+    """Everything known about one model. Rules read and extend it; `plan` and `rewrite` read it."""
+
+    def __init__(self, model: nn.Module, options: Collection[str], keep: Collection[str] = ()) -> None:
+        self.model, self.options, self.keep = model, options, tuple(keep)
+        self.labels = Labels()
+        self.ops: list[Op] = []
+        self.outputs: list[Fact] = []
+        self.pins: list[tuple[Tensor, str, str]] = []
+        self.grids: list[Grid] = []
+        self.constants: dict[str, list[Tensor]] = {}  # reader -> the constants it saw, one vector a call
+        self.param_dims: dict[str, list[Tensor | None]] = {}
+        self.readers: dict[str, list[Op]] = {}
+        self.refused: dict[str, int] = {}
+        self.cut: set[Op] = set()
+        self.wanted: set[Op] = set()
+        self.dead: dict[str, blocks.Replacement] = {}
+        self._tensors, self._canonical = _tensors(model)
+        self._grid_rows: dict[Any, Tensor] = {}
+
+    # ------------------------------------------------------------------ what rules ask and say
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[self._canonical[name]].detach()
+
+    def param_labels(self, name: str, dim: int) -> Tensor | None:
+        """Labels of a parameter along one dimension, the same at every use; None where it is 1 wide."""
+        name = self._canonical[name]
+        dims = self.param_dims.setdefault(name, [None] * self._tensors[name].dim())
+        if dims[dim] is None and self._tensors[name].size(dim) > 1:
+            dims[dim] = self.labels.fresh(self._tensors[name].size(dim))
+        return dims[dim]
+
+    def pin(self, labels: Tensor, op: Op, text: str) -> None:
+        self.pins.append((labels.unique(), op.where, text))
+
+    def pin_param(self, name: str, dim: int, op: Op, text: str) -> None:
+        labels = self.param_labels(name, dim)
+        if labels is not None:
+            self.pin(labels, op, text)
+
+    def grid(self, op: Op, table: Tensor, *, outer: Tensor | None = None, inner: Tensor | None = None,
+             ragged: bool = True) -> Tensor:
+        """Keep the rows of a table equally long; returns the labels that stand for its rows."""
+        if outer is None:
+            key = (tuple(table.shape), tuple(table.reshape(-1).tolist()))
+            outer = self._grid_rows.setdefault(key, self.labels.fresh(len(table)) if key not in self._grid_rows else table)
+        grid = Grid(table, op.where, outer, inner, ragged, rigid=ragged and "head_dims" not in self.options, module=op.module)
+        if not any(_same(grid, other) for other in self.grids[-64:]):
+            self.grids.append(grid)
+        return outer
+
+    def agreed(self, reader: str) -> Tensor:
+        """The constants that every call of a reader sees alike; NaN elsewhere."""
+        first, *others = self.constants[reader]
+        for other in others:
+            first = torch.where(first == other, first, torch.nan) if other.shape == first.shape else torch.full_like(first, torch.nan)
+        return first
+
+    def can_fold(self, op: Op) -> bool:
+        """Whether the op has a bias of its own, or a module that takes one."""
+        bias = op.param("bias")
+        if bias is not None:
+            weight = op.param("weight")
+            return all(reader.param("weight") == weight for reader in self.readers[self._canonical[bias]])
+        if op.given.get("bias") is not None:
+            return False
+        return can_take_bias(self.model.get_submodule(op.module), self.tensor(op.memo["weight"]))
+
+    def can_index(self, op: Op) -> bool:
+        return can_index(self.model.get_submodule(op.module))
+
+    def written_by_linear(self, labels: Tensor) -> bool:
+        """Whether these labels are rows of weights that only linear ops read."""
+        owned = torch.zeros(0, dtype=torch.int64)
+        for name, dims in self.param_dims.items():
+            if len(dims) == 2 and dims[0] is not None and all(op.name == "aten.linear.default" for op in self.readers.get(name, [])):
+                owned = torch.cat([owned, dims[0]])
+        return bool(torch.isin(labels, owned).all())
+
+    def refuse(self, module: str, text: str) -> bool:
+        """The code of a module did not follow: let less go from it. Step by step: heads only; no heads; nothing."""
+        step = self.refused[module] = self.refused.get(module, 0) + 1
+        grids = [grid for grid in self.grids if grid.module == module]
+        if step == 1 and any(not grid.rigid for grid in grids):
+            for grid in grids:
+                grid.rigid = True
+        elif step <= 2 and grids:
+            self.refused[module] = 2
+            self.pins += [(grid.labels.unique(), module, text) for grid in grids]
+        elif step <= 3:
+            self.refused[module] = 3
+            facts = [fact for op in self.ops if op.module == module for fact in (*op.facts(), *op.outputs())]
+            self.pins += [(layer.unique(), module, text) for fact in facts for layer in fact.layers]
+        elif step == 4:
+            self.pins.append((torch.arange(len(self.labels.parent)), module, text))
+            self.keep = ("",)
+        return step <= 4
+
+    # ------------------------------------------------------------------ forward
+
+    def read(self, trace: Trace) -> None:
+        """Labels and constants of every tensor of a traced call."""
+        facts: dict[fx.Node, Any] = {}
+
+        def look(value: Any) -> Any:
+            return facts.get(value) if isinstance(value, fx.Node) else value
+
+        for node in trace.nodes:
+            if node.op == "placeholder":
+                facts[node] = self._source(node, trace)
+            elif node.op == "output":
+                self.outputs += flat(fx.node.map_arg(node.args, look))
+            elif node.target is operator.getitem:
+                whole = look(node.args[0])
+                facts[node] = whole[node.args[1]] if isinstance(whole, list) else None
+            elif node.op == "call_function":
+                given = fx.node.map_arg(named_arguments(node), look)
+                facts[node] = self._apply(Op(node, trace, dict(given)))
+
+    def _source(self, node: fx.Node, trace: Trace) -> Fact | None:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return None
+        shape = tuple(int(s) for s in value.shape)
+        name = trace.params.get(node.name)
+        if name is None:
+            return nothing(shape, "input")
+        if len(node.users) == 0:
+            return nothing(shape, "param")
+        labels = [(d, self.param_labels(name, d)) for d in range(len(shape))]
+        layers = tuple(vector(label, shape, d) for d, label in labels if label is not None)
+        return Fact(shape, layers, lambda: self.tensor(name).double(), "param")
+
+    def _apply(self, op: Op) -> Any:
+        for argument in op.given:
+            name = op.param(argument)
+            if name is not None:
+                self.readers.setdefault(self._canonical[name], []).append(op)
+        op.out = rule_of(op).forward(op, self)
+        self.ops.append(op)
+        return op.out
+
+    # ------------------------------------------------------------------ backward
+
+    def settle(self) -> Live:
+        """The smallest set of classes that must stay."""
+        borders = blocks.borders(self)
+        self.dead = blocks.find(self, borders)
+        self.cut, self.wanted = blocks.wanted(self, borders)
+        self.dead |= blocks.unread(self, borders)
+        live = Live(self.labels)
+        for op in self.ops:
+            op.memo.pop("done", None)
+        self._mark_fixed(live)
+        live.grown = True
+        while live.grown:
+            live.grown = False
+            for op in reversed(self.ops):
+                if op in self.wanted:
+                    rule_of(op).need(op, self, live)
+            for grid in self.grids:
+                grid.settle(live)
+            if not live.grown:
+                self._keep_one(live)
+        return live
+
+    def _mark_fixed(self, live: Live) -> None:
+        for fact in self.outputs:
+            for layer in fact.layers:
+                live.mark(layer.unique(), "output", "an output of the model")
+        for labels, where, text in self.pins:
+            live.mark(labels, where, text)
+        for name, dims in self.param_dims.items():
+            if any(name == kept or name.startswith(f"{kept}.") for kept in self.keep):
+                for labels in dims:
+                    if labels is not None:
+                        live.mark(labels, name, "named in keep=")
+
+    def _keep_one(self, live: Live) -> None:
+        """No width is ever 0: convolutions with 0 channels return a wrong shape without an error."""
+        for name, dims in self.param_dims.items():
+            if blocks.inside(name, self.dead):
+                continue
+            for labels in dims:
+                if labels is not None and not bool(live[labels].any()):
+                    live.mark(labels[:1], name, "a layer keeps at least one channel")
+                    return  # one may do for many: look again before marking another
+
+
+def analyse(model: nn.Module, traces: list[Trace], rules: str, keep: Collection[str]) -> Analysis:
+    """Facts of all traced calls, in one space of labels."""
+    ctx = Analysis(model, RULE_SETS[rules], keep)
+    for trace in traces:
+        ctx.read(trace)
+    return ctx
+
+
+def rule_of(op: Op) -> Rule:
+    return RULES.get(op.node.target, UNKNOWN)
+
+
+def can_take_bias(module: nn.Module, weight: Tensor) -> bool:
+    """Whether a module without a bias would use one if it had it."""
+    plain = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    own = getattr(module, "weight", None)
+    return (isinstance(module, plain) and isinstance(own, Tensor) and own.shape == weight.shape
+            and (type(module).forward in [p.forward for p in plain] or can_index(module)))
+
+
+def _same(a: Grid, b: Grid) -> bool:
+    def equal(x: Tensor | None, y: Tensor | None) -> bool:
+        return (x is None) == (y is None) and (x is None or y is None or torch.equal(x, y))
+
+    return a.ragged == b.ragged and all(equal(getattr(a, f), getattr(b, f)) for f in ("labels", "outer", "inner"))
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parameters and buffers by the first of their names, and every name's first one: tied tensors are one."""
+    tensors: dict[str, Tensor] = {}
+    canonical: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        canonical[name] = first.setdefault(id(tensor), name)
+        tensors.setdefault(canonical[name], tensor)
+    return tensors, canonical
+
+
+def widths(fact: Fact, live: Live) -> tuple[int, ...]:
+    """The shape that a tensor has once the dead channels are gone."""
+    shape = list(fact.shape)
+    for layer in fact.layers:
+        dims = varying(layer)
+        alive = live[layer.permute(*dims, *[d for d in range(layer.dim()) if d not in dims]).reshape(
+            *[layer.size(d) for d in dims], -1)[..., 0]]
+        for i, d in enumerate(dims[:-1]):
+            shape[d] = int(alive.transpose(0, i).flatten(1).any(1).sum())
+        shape[dims[-1]] = int(alive.flatten(0, -2).sum(1).max()) if len(dims) > 1 else int(alive.sum())
+    return tuple(shape)

@@ -1,0 +1,208 @@
+"""Whole modules that no longer depend on their input (the paper's Mode C).
+
+A module whose output is its input plus a constant becomes `Shift`; one whose output is constant becomes `Constant`;
+one whose output nobody reads any more is passed through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx, nn
+
+from .facts import Fact, compact, uniform, varying
+from .rules import RULES, Op
+from .rules.elementwise import Identity, Unary
+
+if TYPE_CHECKING:
+    from .analyse import Analysis
+    from .trace import Trace
+
+
+@dataclass(frozen=True)
+class Replacement:
+    kind: str  # "shift", "constant" or "passthrough"
+    value: Tensor | None = None  # a number for every channel
+    channel_dim: int = -1
+    labels: Tensor | None = None  # of those channels
+
+    def same(self, other: Replacement | None) -> bool:
+        if other is None or (self.kind, self.channel_dim) != (other.kind, other.channel_dim):
+            return False
+        return self.value is None or other.value is None or torch.equal(self.value, other.value)
+
+
+def inside(name: str, modules: dict[str, Replacement]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+class Borders:
+    """Where the modules of a traced call begin and end."""
+
+    def __init__(self, trace: Trace, ctx: Analysis) -> None:
+        self.trace = trace
+        self.facts = {op.node: op.out for op in ctx.ops if op.trace is trace}
+        self.inner: dict[str, list[fx.Node]] = {}
+        for node in trace.nodes:
+            for path in trace.paths[node]:
+                self.inner.setdefault(path, []).append(node)
+
+    def exit(self, name: str) -> fx.Node | None:
+        """The one node of a module that is used outside it."""
+        paths = self.trace.paths
+        out = [node for node in self.inner.get(name, ()) if any(name not in paths[user] for user in node.users)]
+        return out[0] if len(out) == 1 else None
+
+    def entry(self, name: str) -> fx.Node | None:
+        """The one node outside a module that it reads."""
+        read = {source for node in self.inner.get(name, ()) for source in node.all_input_nodes}
+        read = {s for s in read if name not in self.trace.paths[s] and s.name not in self.trace.params}
+        return read.pop() if len(read) == 1 else None
+
+
+def borders(ctx: Analysis) -> list[Borders]:
+    return [Borders(trace, ctx) for trace in dict.fromkeys(op.trace for op in ctx.ops)]
+
+
+def find(ctx: Analysis, every: list[Borders]) -> dict[str, Replacement]:
+    """The outermost modules that can become a shift or a constant, the same in every traced call."""
+    found: dict[str, Replacement] = {}
+    for name, module in ctx.model.named_modules():
+        if not name or inside(name, found) or not any(True for _ in module.parameters()) or _kept(name, ctx):
+            continue
+        options = [_replacement(border, name, module) for border in every if border.trace.calls[name].count]
+        first = options[0] if options else None
+        if first is not None and all(first.same(other) for other in options):
+            found[name] = first
+    return found
+
+
+def wanted(ctx: Analysis, every: list[Borders]) -> tuple[set[Op], set[Op]]:
+    """Ops cut off from their input because their output is constant, and ops whose numbers still matter."""
+    by_node = {op.node: op for op in ctx.ops}
+    cut: set[Op] = set()
+    needed: set[Op] = set()
+    for border in every:
+        exits = {border.exit(name): name for name in ctx.dead}
+        reached: set[fx.Node | None] = set()
+        for node in reversed(border.trace.nodes):
+            if node.op == "output":
+                reached.update(node.all_input_nodes)
+            if node not in reached:
+                continue
+            op, name = by_node.get(node), exits.get(node)
+            if name is not None:
+                if ctx.dead[name].kind != "constant":
+                    reached.add(border.entry(name))
+                continue
+            if op is not None:
+                needed.add(op)
+                if node.target in RULES and RULES[node.target].cuts(op, ctx):
+                    cut.add(op)
+                    continue
+            reached.update(node.all_input_nodes)
+    return cut, needed
+
+
+def unread(ctx: Analysis, every: list[Borders]) -> dict[str, Replacement]:
+    """The outermost modules none of whose numbers matter any more."""
+    found: dict[str, Replacement] = {}
+    busy = {path for op in ctx.wanted for path in op.trace.paths[op.node]}
+    # Last first: whether a module may change the width it hands on depends on those after it.
+    for name, module in reversed(list(ctx.model.named_modules())):
+        if not name or name in busy or inside(name, ctx.dead) or not any(True for _ in module.parameters()) or _kept(name, ctx):
+            continue
+        if all(_passes(border, name, {**ctx.dead, **found}) for border in every):
+            found = {other: r for other, r in found.items() if not inside(other, {name: r})}
+            found[name] = Replacement("passthrough")
+    return found
+
+
+def _passes(border: Borders, name: str, replaced: dict[str, Replacement]) -> bool:
+    """Whether a module can hand on its input as it is: the shape stays, or nobody looks at the width."""
+    call, node = border.trace.calls[name], border.exit(name)
+    if call.count == 0:
+        return True
+    if call.count > 1 or node is None or call.shape_in is None or call.shape_out is None:
+        return False
+    if call.shape_in == call.shape_out:
+        return True
+    return call.shape_in[:-1] == call.shape_out[:-1] and _widthless(border, node, replaced)
+
+
+def _widthless(border: Borders, node: fx.Node, replaced: dict[str, Replacement]) -> bool:
+    """Whether all that reads a node works on any width: constants, what is passed through, elementwise functions."""
+    for user in node.users:
+        home = next((path for path in border.trace.paths[user] if path in replaced), None)
+        if home is not None and replaced[home].kind == "constant":
+            continue
+        after = border.exit(home) if home is not None else user
+        if after is None or (home is None and not isinstance(RULES.get(user.target), (Identity, Unary))):
+            return False
+        if not _widthless(border, after, replaced):
+            return False
+    return True
+
+
+def _kept(name: str, ctx: Analysis) -> bool:
+    return any(name == kept or name.startswith(f"{kept}.") or kept.startswith(f"{name}.") for kept in ctx.keep)
+
+
+def _replacement(border: Borders, name: str, module: nn.Module) -> Replacement | None:
+    call, node = border.trace.calls[name], border.exit(name)
+    if call.count != 1 or node is None or call.shape_in is None or call.shape_out != tuple(node.meta["val"].shape):
+        return None
+    entry = border.entry(name)
+    if entry is not None and type(module) is not nn.Sequential:
+        shift = _shift(node, entry, border.facts)
+        if shift is not None:
+            return _by_channel("shift", shift, call.shape_in, border.facts[node])
+    out = border.facts.get(node)
+    return _by_channel("constant", out.value, call.shape_in, out) if isinstance(out, Fact) else None
+
+
+def _by_channel(kind: str, value: Tensor, shape_in: tuple[int, ...], out: Fact) -> Replacement | None:
+    """A number for every channel, last or first, if the module keeps the other dimensions."""
+    rank = len(out.shape)
+    for dim in (-1, 1):
+        if len(shape_in) != rank or rank < (1 if dim == -1 else 3):
+            continue
+        if any(shape_in[d] != out.shape[d] for d in range(rank) if d != dim % rank):
+            continue
+        numbers = uniform(value, dim)
+        if not bool(numbers.isnan().any()):
+            if kind == "shift" and not bool(numbers.any()):
+                return Replacement("passthrough")
+            return Replacement(kind, numbers.clone(), dim, _channel_labels(out, dim))
+    return None
+
+
+def _channel_labels(out: Fact, dim: int) -> Tensor | None:
+    layers = [layer for layer in out.along(dim) if varying(layer) == (dim % len(out.shape),)]
+    return compact(layers[0]).reshape(-1) if layers else None
+
+
+def _shift(node: fx.Node, entry: fx.Node, facts: Mapping[fx.Node, object]) -> Tensor | None:
+    """The constant c if this node is entry + c."""
+    total: Tensor | None = None
+    while node is not entry:
+        if isinstance(RULES.get(node.target), Identity):
+            node = node.args[0]  # type: ignore[assignment]
+            continue
+        if not str(node.target).startswith(("aten.add.Tensor", "aten.add_.Tensor")) or node.kwargs.get("alpha", 1) != 1:
+            return None
+        sides = [(side, facts.get(side)) for side in node.args]  # type: ignore[arg-type]
+        constant = [(side, fact) for side, fact in sides if isinstance(fact, Fact) and not bool(compact(fact.value).isnan().any())]
+        if len(constant) != 1 or len(sides) != 2:
+            return None
+        fact = constant[0][1]
+        if fact.shape != tuple(node.meta["val"].shape):
+            return None
+        total = fact.value if total is None else compact(total) + compact(fact.value)
+        node = next(side for side, _ in sides if side is not constant[0][0])  # type: ignore[assignment]
+        if not isinstance(node, fx.Node):
+            return None
+    return None if total is None else total.expand(tuple(entry.meta["val"].shape))

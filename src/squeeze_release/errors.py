@@ -1,0 +1,48 @@
+"""Every error this package raises on purpose.
+
+    SqueezeError
+    ├── InputError          the example inputs do not fit the model
+    ├── ModelError          the model is wrapped, lazy or parametrized in a way that cannot be rewritten
+    ├── ExportError         torch.export cannot trace the model
+    ├── WeightError         a parameter is NaN or infinite
+    ├── MaskError           a pruning mask does not fit its weight
+    └── VerificationError   old and new network differ: a bug in a rule, and the caller's model is untouched
+
+Each message says what happened, where, what it means for the caller, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class SqueezeError(Exception):
+    """Base of all errors raised on purpose; prints as four short lines."""
+
+    def __init__(self, what: str, *, where: str, consequence: str, remedy: str) -> None:
+        self.what, self.where, self.consequence, self.remedy = what, where, consequence, remedy
+        super().__init__(f"{what}\n  where:       {where}\n  consequence: {consequence}\n  remedy:      {remedy}")
+
+
+class InputError(SqueezeError):
+    """The example inputs do not fit the model."""
+
+    module: str = ""  # dotted path of the innermost module that failed
+
+
+class ModelError(SqueezeError):
+    """The model is wrapped, lazy or parametrized in a way that cannot be rewritten."""
+
+
+class ExportError(SqueezeError):
+    """torch.export cannot trace the model."""
+
+
+class WeightError(SqueezeError):
+    """A parameter or buffer holds NaN or infinity."""
+
+
+class MaskError(SqueezeError):
+    """A pruning mask does not fit its weight."""
+
+
+class VerificationError(SqueezeError):
+    """The rewritten network does not compute what the original computes."""

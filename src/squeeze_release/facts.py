@@ -1,0 +1,99 @@
+"""What is known of a tensor: whose channels it carries, and which of its numbers are constants.
+
+Facts have the activation's shape but stride 0 along every dimension where they do not vary, so that a shape op runs on
+them as it is and arithmetic costs what the facts cost, not what the activation costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One tensor of the traced graph.
+
+    layers: int64 tensors of labels, varying along disjoint sets of dimensions. Along a dimension without a layer the
+        tensor's extent is fixed.
+    value: float64, NaN where the element depends on the input (or is not known).
+    source: "input", "param" or "activation".
+    """
+
+    shape: Shape
+    layers: tuple[Tensor, ...]
+    numbers: Tensor | Callable[[], Tensor]  # a parameter's are only read when a rule asks: they are big
+    source: str = "activation"
+
+    @property
+    def value(self) -> Tensor:
+        return self.numbers if isinstance(self.numbers, Tensor) else self.numbers()
+
+    def along(self, dim: int) -> list[Tensor]:
+        """The layers that vary along `dim`."""
+        dim %= len(self.shape)
+        return [layer for layer in self.layers if dim in varying(layer)]
+
+
+def unknown(shape: Sequence[int]) -> Tensor:
+    return torch.full((1,) * len(shape), torch.nan, dtype=torch.float64).expand(tuple(shape))
+
+
+def nothing(shape: Sequence[int], source: str = "activation") -> Fact:
+    """The fact of a tensor of which nothing is known: fixed extents, varying numbers."""
+    return Fact(tuple(shape), (), unknown(shape), source)
+
+
+def varying(t: Tensor) -> tuple[int, ...]:
+    return tuple(d for d in range(t.dim()) if t.size(d) > 1 and t.stride(d) != 0)
+
+
+def compact(t: Tensor) -> Tensor:
+    """The tensor narrowed to size 1 along the dimensions where it does not vary."""
+    for d in range(t.dim()):
+        if t.size(d) > 1 and t.stride(d) == 0:
+            t = t.narrow(d, 0, 1)
+    return t
+
+
+def collapse(t: Tensor) -> Tensor:
+    """The same tensor with stride 0 along every dimension where it does not vary."""
+    if t.numel() == 0:
+        return t
+    small = compact(t)
+    for d in range(small.dim()):
+        if small.size(d) > 1:
+            first = small.narrow(d, 0, 1)
+            same = small == first
+            if small.is_floating_point():
+                same |= small.isnan() & first.isnan()
+            if bool(same.all()):
+                small = first
+    return small.expand(t.shape)
+
+
+def vector(values: Tensor, shape: Sequence[int], dim: int) -> Tensor:
+    """Lay a vector along `dim` of a tensor of that shape."""
+    view = [1] * len(shape)
+    view[dim] = len(values)
+    return values.reshape(view).expand(tuple(shape))
+
+
+def layer_vector(layer: Tensor, dim: int) -> Tensor:
+    """The labels of a layer that varies along `dim` alone."""
+    return compact(layer).reshape(-1).expand(layer.size(dim))
+
+
+def uniform(value: Tensor, dim: int) -> Tensor:
+    """Per index of `dim`, the one number it holds everywhere, or NaN."""
+    dim %= value.dim()
+    rows = compact(value).movedim(dim, 0)
+    rows = rows.reshape(rows.size(0), -1)
+    first = rows[:, 0]
+    result = torch.where((rows == first[:, None]).all(1), first, torch.nan)
+    return result.expand(value.size(dim))

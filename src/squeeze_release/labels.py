@@ -1,0 +1,133 @@
+"""Units and the integers that name them: which channels go together, which stay, and why.
+
+A *label* names one channel that some layer writes or some parameter holds. Labels that must live or die together are
+merged (union-find); the classes are what other tools call groups. `Live` is the set of classes that stay. It only ever
+grows, so the analysis ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Labels:
+    """A growing set of labels with vectorised union-find."""
+
+    def __init__(self) -> None:
+        self.parent = torch.zeros(0, dtype=torch.int64)
+
+    def fresh(self, count: int) -> Tensor:
+        new = torch.arange(len(self.parent), len(self.parent) + count)
+        self.parent = torch.cat([self.parent, new])
+        return new
+
+    def find(self, labels: Tensor) -> Tensor:
+        root = self.parent[labels]
+        while not torch.equal(root, above := self.parent[root]):
+            root = above
+        return root
+
+    def merge(self, a: Tensor, b: Tensor) -> None:
+        """Bind a[i] to b[i] for every i: hook the larger root under the smaller until nothing moves."""
+        a, b = a.reshape(-1), b.reshape(-1)
+        while True:
+            a, b = self.find(a), self.find(b)
+            apart = a != b
+            if not apart.any():
+                break
+            a, b = a[apart], b[apart]
+            self.parent.scatter_reduce_(0, torch.maximum(a, b), torch.minimum(a, b), "amin")
+        self.parent = self.find(torch.arange(len(self.parent)))
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a channel stays: who refused, and the words for it."""
+
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+
+class Live:
+    """The classes that stay, each with the first reason that was given for it."""
+
+    def __init__(self, labels: Labels) -> None:
+        self.root = labels.find(torch.arange(len(labels.parent)))
+        self.mask = torch.zeros(len(self.root), dtype=torch.bool)
+        self.why = torch.full((len(self.root),), -1)
+        self.reasons: list[Reason] = []
+        self.grown = False
+
+    def __getitem__(self, labels: Tensor) -> Tensor:
+        return self.mask[self.root[labels]]
+
+    def mark(self, labels: Tensor, where: str, text: str) -> None:
+        roots = self.root[labels.reshape(-1)]
+        new = roots[~self.mask[roots]]
+        if not len(new):
+            return
+        self.grown = True
+        self.mask[new] = True
+        reason = Reason(where, text)
+        if not self.reasons or self.reasons[-1] != reason:
+            self.reasons.append(reason)
+        self.why[new] = len(self.reasons) - 1
+
+    def reason(self, label: int) -> Reason | None:
+        index = int(self.why[self.root[label]])
+        return self.reasons[index] if index >= 0 else None
+
+
+@dataclass
+class Grid:
+    """Labels in rows that must stay rectangular: heads of a tensor, groups of a convolution.
+
+    Whole rows may go. The rows that stay keep equally many labels: any ones if `ragged`, the same columns otherwise.
+    `outer` and `inner` are labels that stand for a whole row or column (a head of the scores, a rotary frequency).
+    """
+
+    labels: Tensor
+    where: str
+    outer: Tensor | None = None
+    inner: Tensor | None = None
+    ragged: bool = True
+    rigid: bool = False  # only whole rows may go
+    module: str = ""  # whose code lays the table out
+
+    def settle(self, live: Live) -> None:
+        """Revive the fewest labels that make what stays rectangular."""
+        alive = live[self.labels]
+        rows = alive.any(1)
+        if self.outer is not None:
+            live.mark(self.outer[rows], self.where, "part of its head or group stays")
+            rows = rows | live[self.outer]
+        if self.inner is not None:
+            rows = rows | (live[self.inner].any() & ~rows.any())
+        if not rows.any():
+            return
+        wanted = self._wanted(alive, rows, live)
+        live.mark(self.labels[wanted], self.where, "every head or group that stays must keep equally many channels")
+        if self.inner is not None:
+            live.mark(self.inner[wanted.any(0)], self.where, "shared by every head or group that stays")
+
+    def _wanted(self, alive: Tensor, rows: Tensor, live: Live) -> Tensor:
+        if self.rigid:
+            return rows[:, None].expand_as(alive)
+        if not self.ragged:
+            columns = alive.any(0)
+            if self.inner is not None:
+                columns = columns | live[self.inner]
+            if not columns.any():
+                columns[0] = True
+            return rows[:, None] & columns[None, :]
+        width = max(1, int(alive.sum(1).max()))
+        # Living labels first, then the first dead ones; a stable sort keeps their order.
+        order = torch.argsort(alive.to(torch.int8), dim=1, descending=True, stable=True)
+        chosen = torch.zeros_like(alive).scatter_(1, order[:, :width], True)
+        return chosen & rows[:, None]

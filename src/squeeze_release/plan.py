@@ -1,0 +1,135 @@
+"""What goes, what stays and why: the analysis turned into plain data that `rewrite` carries out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .blocks import Replacement, inside
+from .labels import Live
+from .rules import Op
+
+if TYPE_CHECKING:
+    from .analyse import Analysis
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Constants that an affine module takes into its bias, which is created where there is none."""
+
+    module: str
+    bias: str | None
+    rows: int  # dimension of the weight that holds the outputs
+    delta: Tensor
+
+
+@dataclass(frozen=True)
+class ConstantRows:
+    """Rows that become 0, their bias the constant they computed."""
+
+    fold: Fold
+    only: Tensor  # which rows
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What is left of an attention module."""
+
+    count: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+
+
+@dataclass
+class Plan:
+    """Edits by name. Everything here is about the model as it was before any edit."""
+
+    slices: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dimension -> indices that stay
+    folded: dict[str, Fold] = field(default_factory=dict)  # by weight
+    constant: dict[str, ConstantRows] = field(default_factory=dict)  # by weight
+    scaled: list[tuple[str, Tensor, float]] = field(default_factory=list)
+    replaced_values: dict[str, Tensor] = field(default_factory=dict)
+    indices: dict[str, Tensor] = field(default_factory=dict)  # module -> input channels it gathers
+    groups: dict[str, int] = field(default_factory=dict)
+    norms: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # module -> removed constants, channel dimension
+    heads: dict[str, Heads] = field(default_factory=dict)
+    rescaled: dict[str, tuple[float, float]] = field(default_factory=dict)  # module -> float attribute, old and new
+    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    dead: dict[str, Replacement] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.slices or self.dead)
+
+    # What rules say in `absorb`:
+
+    def fold(self, op: Op, delta: Tensor) -> None:
+        self.folded[op.memo["weight"]] = _fold(op, delta)
+
+    def constant_rows(self, op: Op, values: Tensor, only: Tensor | None = None) -> None:
+        which = torch.ones(len(values), dtype=torch.bool) if only is None else only
+        self.constant[op.memo["weight"]] = ConstantRows(_fold(op, values), which)
+
+    def index(self, module: str, index: Tensor) -> None:
+        self.indices[module] = index
+
+    def depthwise(self, module: str, index: Tensor, inputs: int) -> None:
+        """Each output channel reads the input channel that `index` names, out of `inputs`."""
+        self.groups[module] = len(index)
+        if not torch.equal(index, torch.arange(inputs)):
+            self.indices[module] = index
+
+    def compensate(self, module: str, constants: Tensor, channel_dim: int) -> None:
+        self.norms[module] = (constants, channel_dim)
+
+    def values(self, name: str, values: Tensor) -> None:
+        self.replaced_values[name] = values
+
+    def scale_rows(self, ctx: Analysis, labels: Tensor, factor: float) -> None:
+        """Scale the rows of the weights that carry these labels, and their biases."""
+        for name, dims in list(ctx.param_dims.items()):
+            rows = torch.isin(dims[0], labels) if dims and dims[0] is not None else None
+            if rows is None or not bool(rows.any()):
+                continue
+            self.scaled.append((name, rows, factor))
+            for bias in {op.param("bias") for op in ctx.readers.get(name, []) if op.param("weight") == name} - {None}:
+                self.scaled.append((str(bias), rows, factor))
+
+    def rescale_attribute(self, module: str, old: float, new: float) -> None:
+        self.rescaled[module] = (old, new)
+
+    def attention(self, module: str, *, count: int, head_dim: int, v_head_dim: int, scale: float) -> None:
+        self.heads[module] = Heads(count, head_dim, v_head_dim, scale)
+
+
+def _fold(op: Op, delta: Tensor) -> Fold:
+    return Fold(op.module, op.param("bias"), op.memo["geometry"].rows, delta)
+
+
+def make_plan(ctx: Analysis, live: Live) -> Plan:
+    """Slice every parameter along the dimensions its labels name, and ask every rule what it absorbs."""
+    from .analyse import rule_of
+
+    plan = Plan(dead={path: _narrowed(replacement, live) for path, replacement in ctx.dead.items()})
+    for name, dims in ctx.param_dims.items():
+        if inside(name, plan.dead):
+            continue
+        kept = {d: live[labels] for d, labels in enumerate(dims) if labels is not None}
+        kept = {d: alive for d, alive in kept.items() if not bool(alive.all())}
+        if kept:
+            plan.slices[name] = {d: alive.nonzero().flatten() for d, alive in kept.items()}
+    for op in ctx.ops:
+        if not inside(op.module, plan.dead):
+            rule_of(op).absorb(op, ctx, live, plan)
+    return plan
+
+
+def _narrowed(replacement: Replacement, live: Live) -> Replacement:
+    """The numbers of a stand-in for the channels that stay."""
+    if replacement.value is None or replacement.labels is None:
+        return replacement
+    return replace(replacement, value=replacement.value[live[replacement.labels]], labels=None)

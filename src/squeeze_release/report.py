@@ -1,0 +1,193 @@
+"""What happened, for people: sizes, widths before and after, the error, and the reason for what stayed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from .blocks import inside
+from .facts import Fact
+from .labels import Live
+from .masks import Counts, count
+from .modules import Constant, NarrowMultiheadAttention, Passthrough, Shift
+from .plan import Plan
+from .verify import Verification
+
+if TYPE_CHECKING:
+    from .analyse import Analysis
+
+
+STAND_INS = (Constant, NarrowMultiheadAttention, Passthrough, Shift)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One module that holds parameters of its own."""
+
+    name: str
+    before: str
+    after: str
+    params_before: int
+    params_after: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Channels of a layer that looked dead but stayed, and why."""
+
+    name: str
+    what: str
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of one `squeeze`. Prints as a table."""
+
+    before: Counts
+    after: Counts
+    layers: tuple[Layer, ...]
+    kept: tuple[Kept, ...]
+    verification: Verification | None
+    seconds: float
+
+    @property
+    def params_before(self) -> int:
+        return self.before.params
+
+    @property
+    def params_after(self) -> int:
+        return self.after.params
+
+    @property
+    def mask_alive(self) -> int:
+        """Non-zero entries of all parameters before: what pruning papers report."""
+        return self.before.params_alive
+
+    @property
+    def weights_before(self) -> int:
+        return self.before.weights
+
+    @property
+    def weights_after(self) -> int:
+        return self.after.weights
+
+    @property
+    def weights_mask_alive(self) -> int:
+        return self.before.weights_alive
+
+    @property
+    def max_error(self) -> float | None:
+        """Largest relative difference in float64 between old and new; None with verify=False."""
+        return self.verification.max_error if self.verification else None
+
+    def __str__(self) -> str:
+        console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        for table in self.__rich_tables__():
+            console.print(table)
+        return console.export_text().rstrip()
+
+    def __rich_tables__(self) -> list[Table | str]:
+        parts: list[Table | str] = [_layer_table(self.layers)] if self.layers else ["nothing could be removed"]
+        if self.kept:
+            parts.append(_kept_table(self.kept))
+        parts.append(_totals(self))
+        return parts
+
+
+def _layer_table(layers: tuple[Layer, ...]) -> Table:
+    table = Table("layer", "width", "", "parameters", "", box=box.SIMPLE_HEAD)
+    for column in (3, 4):
+        table.columns[column].justify = "right"
+    for layer in layers:
+        table.add_row(layer.name, layer.before, f"-> {layer.after}", f"{layer.params_before:,}", f"-> {layer.params_after:,}")
+    return table
+
+
+def _kept_table(kept: tuple[Kept, ...]) -> Table:
+    table = Table("looked dead, but stayed", "", "because", box=box.SIMPLE_HEAD)
+    for row in kept:
+        table.add_row(row.name, f"{row.count} {row.what}", row.reason)
+    return table
+
+
+def _totals(report: Report) -> Table:
+    table = Table("", "before", "not zero", "after", "smaller", box=box.SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, total, alive, after in (
+        ("all parameters", report.before.params, report.before.params_alive, report.after.params),
+        ("prunable weights", report.before.weights, report.before.weights_alive, report.after.weights),
+    ):
+        table.add_row(name, f"{total:,}", f"{alive:,}", f"{after:,}", f"{total / max(after, 1):.2f}x")
+    proof = "not verified" if report.verification is None else (
+        f"max error {report.verification.max_error:.1e} in float64 over {len(report.verification.variants)} variants")
+    table.caption = f"{proof}; {report.seconds:.1f} s"
+    return table
+
+
+def make_report(ctx: Analysis, live: Live, plan: Plan, old: nn.Module, new: nn.Module, proof: Verification | None,
+                seconds: float) -> Report:
+    return Report(count(old), count(new), _layers(old, new), _kept(ctx, live, plan), proof, seconds)
+
+
+def _layers(old: nn.Module, new: nn.Module) -> tuple[Layer, ...]:
+    """The modules that changed; what was inside a module that gave way to a stand-in counts with it."""
+    rows = []
+    now = dict(new.named_modules())
+    for name, module in old.named_modules():
+        other = now.get(name)
+        if other is None:
+            continue
+        replaced = type(other) in STAND_INS and type(module) is not type(other)
+        before, after = _size(module, replaced), _size(other, replaced)
+        if before != after or replaced:
+            rows.append(Layer(name or "(model)", _width(module), _width(other), before, after))
+    return tuple(rows)
+
+
+def _size(module: nn.Module, whole: bool) -> int:
+    return sum(p.numel() for p in module.parameters(recurse=whole))
+
+
+def _width(module: nn.Module) -> str:
+    """Inputs and outputs of a layer, or the shapes of its parameters."""
+    weight = getattr(module, "weight", None)
+    for one, other in (("in_features", "out_features"), ("in_channels", "out_channels")):
+        if hasattr(module, one) and isinstance(weight, Tensor):
+            return f"{getattr(module, one)} -> {getattr(module, other)}"
+    shapes = [f"{'x'.join(map(str, p.shape))}" for _, p in module.named_parameters(recurse=False)]
+    kind = type(module).__name__
+    return f"{kind} {shapes[0]}" if shapes else kind
+
+
+def _kept(ctx: Analysis, live: Live, plan: Plan) -> tuple[Kept, ...]:
+    """Rows and columns of zeros, and constant outputs, that are still there."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    seen: set[tuple[str, str]] = set()
+    for op in ctx.ops:
+        weight = op.memo.get("weight")
+        if weight is None or inside(op.module, plan.dead) or not isinstance(op.out, Fact):
+            continue
+        tensor = ctx.tensor(weight)
+        geometry = op.memo["geometry"]
+        for what, dim, labels in (("outputs", geometry.rows, op.memo["rows"]), ("inputs", geometry.columns, op.memo["columns"])):
+            if labels is None or (weight, what) in seen or tensor.size(dim) != len(labels):
+                continue
+            seen.add((weight, what))
+            others = [d for d in range(tensor.dim()) if d != dim]
+            zero = ~(tensor != 0).any(dim=others[0]) if len(others) == 1 else ~(tensor != 0).movedim(dim, 0).flatten(1).any(1)
+            for label in labels[zero & live[labels]].tolist():
+                found[op.module, what, str(live.reason(label))] += 1
+    return tuple(Kept(name or "(model)", what, number, reason) for (name, what, reason), number in found.items())
+
+
+__all__ = ["Kept", "Layer", "Report", "make_report", "torch"]

@@ -1,0 +1,185 @@
+"""Carry out a plan on the user's own modules: slice, fold, swap. Every fold is computed in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from .blocks import Replacement
+from .modules import CompensatedLayerNorm, Constant, Passthrough, Shift, narrow_attention, with_index
+from .plan import ConstantRows, Fold, Plan
+
+
+class Tensors:
+    """The parameters and buffers of a model by name. Setting one replaces it under every name it is tied to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names: dict[str, list[str]] = {}
+        ties: dict[int, list[str]] = {}
+        for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+            ties.setdefault(id(tensor), []).append(name)
+            self.names[name] = ties[id(tensor)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        path, _, attribute = name.rpartition(".")
+        tensor = getattr(self.model.get_submodule(path), attribute)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def __setitem__(self, name: str, new: Tensor) -> None:
+        old = self[name]
+        new = new.to(old.device, old.dtype)
+        if old.dim() in (4, 5) and not old.is_contiguous():  # channels last stays channels last
+            new = new.contiguous(memory_format=torch.channels_last if old.dim() == 4 else torch.channels_last_3d)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        for tied in self.names[name]:
+            path, _, attribute = tied.rpartition(".")
+            setattr(self.model.get_submodule(path), attribute, new)
+
+
+@torch.no_grad()
+def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
+    """Narrow a model in place; returns it (a model that is itself a single layer may be another object)."""
+    tensors = Tensors(model)
+    for weight, rows in plan.constant.items():
+        _make_constant(tensors, weight, rows)
+    for weight, fold in plan.folded.items():
+        _add_to_bias(tensors, weight, fold)
+    for name, which, factor in plan.scaled:
+        old = tensors[name]
+        scale = torch.where(which, factor, 1.0).double().to(old.device)
+        tensors[name] = old.double() * scale.reshape(-1, *[1] * (old.dim() - 1))
+    for name, values in plan.replaced_values.items():
+        tensors[name] = values
+    for name, dims in plan.slices.items():
+        new = tensors[name]
+        for dim, index in dims.items():
+            new = new.index_select(dim, index.to(new.device))
+        tensors[name] = new
+    return _refit(model, plan)
+
+
+def _make_constant(tensors: Tensors, weight: str, rows: ConstantRows) -> None:
+    """Zero the rows of a weight and let its bias hold their value."""
+    old = tensors[weight]
+    keep = (~rows.only).to(old.device, old.dtype)
+    if rows.fold.rows == 0:
+        tensors[weight] = old * keep.reshape(-1, *[1] * (old.dim() - 1))
+    else:
+        tensors[weight] = old * keep.reshape(1, -1, *[1] * (old.dim() - 2))
+    bias = tensors[rows.fold.bias].double() if rows.fold.bias else torch.zeros_like(rows.fold.delta, device=old.device)
+    delta = torch.where(rows.only.to(old.device), rows.fold.delta.to(old.device) - bias, 0.0)
+    _add_to_bias(tensors, weight, replace(rows.fold, delta=delta))
+
+
+def _add_to_bias(tensors: Tensors, weight: str, fold: Fold) -> None:
+    if fold.bias is not None:
+        old = tensors[fold.bias]
+        tensors[fold.bias] = old.double() + fold.delta.to(old.device)
+        return
+    like = tensors[weight]
+    new = nn.Parameter(fold.delta.to(like.device, like.dtype), requires_grad=like.requires_grad)
+    path, _, attribute = weight.rpartition(".")
+    tensors.model.get_submodule(path).bias = new
+    name = weight.removesuffix(attribute) + "bias"
+    tensors.names[name] = [name]
+
+
+def _refit(model: nn.Module, plan: Plan) -> nn.Module:
+    """Make the modules agree with their new parameters."""
+    for path, groups in plan.groups.items():
+        model.get_submodule(path).groups = groups  # type: ignore[assignment]
+    for module in model.modules():
+        refresh(module)
+    for path, (old, new) in plan.rescaled.items():
+        _rescale(model.get_submodule(path), old, new)
+    for path, attributes in plan.attributes.items():
+        for attribute, value in attributes.items():
+            setattr(model.get_submodule(path), attribute, value)
+    for path, index in plan.indices.items():
+        model = _swap(model, path, with_index(model.get_submodule(path), index))
+    for path, (constants, channel_dim) in plan.norms.items():
+        model = _swap(model, path, compensated(model.get_submodule(path), constants, channel_dim))
+    for path, heads in plan.heads.items():
+        mha = model.get_submodule(path)
+        assert isinstance(mha, nn.MultiheadAttention)
+        model = _swap(model, path, narrow_attention(mha, heads.count, heads.head_dim, heads.v_head_dim, heads.scale))
+    for path, replacement in plan.dead.items():
+        model = _swap(model, path, _stand_in(model.get_submodule(path), replacement))
+    return model
+
+
+def refresh(module: nn.Module) -> None:
+    """Let the attributes of torch's own layers say what their parameters are."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        return
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = weight.shape
+    elif isinstance(module, nn.modules.conv._ConvNd):
+        one, other = weight.size(0), weight.size(1) * module.groups
+        module.out_channels, module.in_channels = (other, one) if module.transposed else (one, other)
+    elif isinstance(module, nn.modules.batchnorm._NormBase):
+        module.num_features = len(weight)
+    elif isinstance(module, nn.LayerNorm) and weight.dim() == 1:
+        module.normalized_shape = (len(weight),)
+    elif isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = weight.shape
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = len(weight)
+
+
+def compensated(norm: nn.Module, constants: Tensor, channel_dim: int) -> CompensatedLayerNorm:
+    """The norm on fewer channels, with the statistics of the removed ones."""
+    if isinstance(norm, CompensatedLayerNorm):
+        norm.merge(constants)
+        return norm
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    width = len(weight) if weight is not None else int(norm.normalized_shape[0]) - len(constants)  # type: ignore[index]
+    new = CompensatedLayerNorm(width, float(norm.eps), elementwise_affine=False, channel_dim=channel_dim)  # type: ignore[arg-type]
+    new.weight, new.bias = weight, bias
+    like = next(iter(norm.parameters()), None)
+    if like is not None:
+        new.to(like.device)
+    new.merge(constants)
+    return _inherit(new, norm)
+
+
+def _stand_in(module: nn.Module, replacement: Replacement) -> nn.Module:
+    like = next(module.parameters())
+    new: nn.Module
+    if replacement.kind == "passthrough":
+        new = Passthrough()
+    else:
+        assert replacement.value is not None
+        numbers = replacement.value.to(like.device, like.dtype)
+        new = (Shift if replacement.kind == "shift" else Constant)(numbers, channel_dim=replacement.channel_dim)
+        for parameter in new.parameters():
+            parameter.requires_grad_(any(p.requires_grad for p in module.parameters()))
+    return _inherit(new, module)
+
+
+def _inherit(new: nn.Module, old: nn.Module) -> nn.Module:
+    """Hooks and mode of the module that is replaced."""
+    new.training = old.training
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+                  "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
+        setattr(new, hooks, getattr(old, hooks))
+    return new
+
+
+def _swap(model: nn.Module, path: str, new: nn.Module) -> nn.Module:
+    if not path:
+        return new
+    model.set_submodule(path, new)
+    return model
+
+
+def _rescale(module: nn.Module, old: float, new: float) -> None:
+    for name, value in vars(module).items():
+        if isinstance(value, float) and abs(value - old) <= 1e-12 * abs(old):
+            setattr(module, name, new)

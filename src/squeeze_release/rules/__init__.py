@@ -1,0 +1,11 @@
+"""One dict of rules over aten ops. Unknown means keep.
+
+A rule is three small functions: `forward` says what is known of the output, `need` which inputs the living outputs
+need, `absorb` how the parameters change when channels go. Its docstring states its algebra.
+"""
+
+from . import affine, attention, elementwise, index, norm, pool, shape
+from .base import RULES, UNKNOWN, Op, Rule, flat, rule
+
+__all__ = ["RULES", "UNKNOWN", "Op", "Rule", "affine", "attention", "elementwise", "flat", "index", "norm", "pool", "rule",
+           "shape"]

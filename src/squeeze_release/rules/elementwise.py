@@ -1,0 +1,188 @@
+"""Elementwise ops: constants stay constants, and channels that meet live or die together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..facts import Fact, compact, unknown, varying
+from .base import Facts, Op, Rule, blank, rule
+
+if TYPE_CHECKING:
+    from ..analyse import Analysis
+
+UNARY = """relu gelu silu selu elu celu tanh sigmoid hardswish hardsigmoid hardtanh relu6 leaky_relu softplus mish
+hardshrink softshrink softsign log_sigmoid threshold exp expm1 log log1p log2 sqrt rsqrt square abs neg reciprocal
+sin cos tan atan asin acos sinh cosh asinh acosh atanh erf erfc clamp.default clamp_min.default clamp_max.default
+floor ceil round trunc frac sign sgn nan_to_num pow.Tensor_Scalar square logit
+relu_ gelu_ silu_ selu_ elu_ celu_ tanh_ sigmoid_ hardswish_ hardsigmoid_ hardtanh_ relu6_ leaky_relu_ mish_
+clamp_.default neg_ exp_ sqrt_ abs_ square_""".split()
+
+IDENTITY = """dropout alpha_dropout feature_dropout feature_alpha_dropout dropout_ clone contiguous alias detach detach_
+lift_fresh_copy lift_fresh to.dtype to.device to.dtype_layout to.other _to_copy type_as view.dtype""".split()
+
+BINARY = """add.Tensor sub.Tensor mul.Tensor div.Tensor add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor
+add.Scalar sub.Scalar mul.Scalar div.Scalar add_.Scalar sub_.Scalar mul_.Scalar div_.Scalar rsub.Scalar rsub.Tensor
+div.Tensor_mode pow.Tensor_Tensor maximum minimum lerp addcmul addcdiv prelu atan2 fmod remainder
+true_divide.Tensor multiply.Tensor subtract.Tensor divide.Tensor""".split()
+
+# Combined by place like the others, but their numbers are not followed.
+OPAQUE = """where.self masked_fill masked_fill_ eq ne lt le gt ge logical_and logical_or logical_not bitwise_and.Tensor
+bitwise_or.Tensor bitwise_not zeros_like ones_like full_like empty_like bernoulli floor_divide isnan isinf isfinite
+erfinv""".split()
+
+
+def numbers(argument: Any) -> Any:
+    return compact(argument.value) if isinstance(argument, Fact) else argument
+
+
+@rule(*UNARY)
+class Unary(Rule):
+    """y = f(x), element by element: a constant c becomes f(c)."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        facts = list(op.facts())
+        x = facts[0]
+        if len(facts) > 1:  # clamp with a tensor bound and the like
+            return super().forward(op, ctx)
+        given = [numbers(a) for a in op.given.values()]
+        functional = getattr(torch.ops.aten, op.name.split(".")[1].rstrip("_"))
+        value = functional(*given[: len(op.node.args)], **{k: numbers(op.given[k]) for k in op.node.kwargs})
+        value = torch.where(compact(x.value).isnan(), torch.nan, value)
+        return Fact(x.shape, x.layers, value.expand(x.shape))
+
+
+@rule(*IDENTITY)
+class Identity(Rule):
+    """y = x in eval mode. Casts between float types are identities here: verification lifts them to float64 too."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        x, out = next(op.facts()), blank(op)
+        assert isinstance(out, Fact)
+        if op.given.get("train") or out.shape != x.shape:
+            return super().forward(op, ctx)
+        floating = op.node.meta["val"].dtype.is_floating_point
+        return Fact(x.shape, x.layers, x.value if floating else unknown(x.shape), x.source)
+
+
+@rule(*BINARY)
+class Combine(Rule):
+    """y = f(x, z) with broadcasting: labels that meet are merged.
+
+    Along a dimension of size 1 an operand is read by all and binds nothing. An operand that has one of the dimensions
+    over which the other's channels spread, and broadcasts over the rest, binds that index in all of them (`Grid`).
+    An operand of fixed extent fixes the channels it meets. 0 * x = 0.
+    """
+
+    follow_numbers = True
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        out = blank(op)
+        assert isinstance(out, Fact)
+        facts = list(op.facts())
+        if "prelu" in op.name and facts[1].shape != (1,):
+            dim = min(1, len(facts[0].shape) - 1)
+            shape = tuple(facts[1].shape[0] if d == dim else 1 for d in range(len(facts[0].shape)))
+            layers = tuple(layer.reshape(shape) for layer in facts[1].layers)
+            facts[1] = Fact(shape, layers, facts[1].value.reshape(shape), "param")
+        layers = combine_layers(op, ctx, facts, out.shape)
+        value = self._value(op, facts, out.shape) if self.follow_numbers else unknown(out.shape)
+        return Fact(out.shape, layers, value)
+
+    def _value(self, op: Op, facts: list[Fact], shape: tuple[int, ...]) -> Tensor:
+        values = [compact(f.value) for f in facts]
+        known = iter(values)
+        given = {k: next(known) if isinstance(v, Fact) else v for k, v in op.given.items()}
+        functional = getattr(torch.ops.aten, op.name.split(".")[1].rstrip("_"))
+        if "prelu" in op.name:
+            result = torch.where(values[0] > 0, values[0], values[0] * values[1])
+        else:
+            names = list(given)
+            result = functional(*[given[n] for n in names[: len(op.node.args)]], **{k: given[k] for k in op.node.kwargs})
+        varies = torch.zeros((), dtype=torch.bool)
+        for value in values:
+            varies = varies | value.isnan()
+        result = torch.where(varies, torch.nan, result)
+        if op.name.startswith(("aten.mul", "aten.multiply")):
+            for value in values:
+                result = torch.where(value == 0, 0.0, result)
+        return result.expand(shape)
+
+
+@rule(*OPAQUE)
+class CombineOpaque(Combine):
+    """Elementwise by place; the numbers are not followed."""
+
+    follow_numbers = False
+
+
+def combine_layers(op: Op, ctx: Analysis, facts: list[Fact], shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Merge the layers of operands that are broadcast together."""
+    aligned = [_align(fact, shape) for fact in facts]
+    _pin_fixed(op, ctx, facts, aligned, shape)
+    _pin_streams(op, ctx, facts, aligned)
+    result: list[Tensor] = []
+    for layers in aligned:
+        for layer in layers:
+            result = _join(op, ctx, result, layer)
+    return tuple(result)
+
+
+def _align(fact: Fact, shape: tuple[int, ...]) -> list[Tensor]:
+    return [layer.reshape((1,) * (len(shape) - layer.dim()) + layer.shape).expand(shape) if layer.shape != shape else layer
+            for layer in fact.layers]
+
+
+def _pin_fixed(op: Op, ctx: Analysis, facts: list[Fact], aligned: list[list[Tensor]], shape: tuple[int, ...]) -> None:
+    for i, fact in enumerate(facts):
+        padded = (1,) * (len(shape) - len(fact.shape)) + fact.shape
+        labelled = {d for layer in aligned[i] for d in varying(layer)}
+        fixed = {d for d in range(len(shape)) if padded[d] > 1} - labelled
+        for j, layers in enumerate(aligned):
+            for layer in layers:
+                if i != j and fixed & set(varying(layer)):
+                    ctx.pin(layer, op, "meets a tensor of fixed width")
+
+
+def _pin_streams(op: Op, ctx: Analysis, facts: list[Fact], aligned: list[list[Tensor]]) -> None:
+    """The paper never narrows a residual stream: two activations that meet keep their width under its rule sets."""
+    if "streams" not in ctx.options and sum(fact.source == "activation" and bool(fact.layers) for fact in facts) > 1:
+        for layers in aligned:
+            for layer in layers:
+                ctx.pin(layer, op, "this rule set leaves residual streams as they are")
+
+
+def _join(op: Op, ctx: Analysis, result: list[Tensor], layer: Tensor) -> list[Tensor]:
+    dims = set(varying(layer))
+    if not dims:  # one channel, read by all: a width of 1 cannot shrink
+        ctx.pin(layer, op, "a width of 1 cannot shrink")
+        return result
+    touching = [other for other in result if dims & set(varying(other))]
+    if not touching:
+        return [*result, layer]
+    if len(touching) == 1:
+        other = touching[0]
+        if varying(other) == varying(layer):
+            ctx.labels.merge(*torch.broadcast_tensors(compact(other), compact(layer)))
+            return result
+        wide, narrow = (other, layer) if len(varying(other)) > len(dims) else (layer, other)
+        if _link(op, ctx, wide, narrow):
+            return [wide if kept is other else kept for kept in result]
+    for each in (*touching, layer):
+        ctx.pin(each, op, "channels meet along different dimensions")
+    return result
+
+
+def _link(op: Op, ctx: Analysis, wide: Tensor, narrow: Tensor) -> bool:
+    """`narrow` stands for whole rows (leading dimensions) or whole columns (trailing ones) of `wide`."""
+    dims, part = varying(wide), varying(narrow)
+    table, names = compact(wide), compact(narrow).reshape(-1)
+    if dims[: len(part)] == part:
+        ctx.grid(op, table.reshape(len(names), -1), outer=names)
+    elif dims[-len(part) :] == part:
+        ctx.grid(op, table.reshape(-1, len(names)), inner=names, ragged=False)
+    else:
+        return False
+    return True

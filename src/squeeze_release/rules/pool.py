@@ -1,0 +1,87 @@
+"""Reductions over positions: pooling, mean, softmax, resampling."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..facts import Fact, compact, varying
+from .base import Facts, Op, Rule, blank, passed_on, rule
+
+if TYPE_CHECKING:
+    from ..analyse import Analysis
+
+
+def keep_uniform(value: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Numbers that are the same along `dims`, with size 1 there; NaN where they are not."""
+    small = compact(value)
+    for d in dims:
+        if small.size(d) > 1:
+            first = small.narrow(d, 0, 1)
+            small = torch.where((small == first).all(d, keepdim=True), first, torch.nan)
+        else:
+            small = small.narrow(d, 0, 1)
+    return small
+
+
+@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d",
+      "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "max_pool2d_with_indices",
+      "upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d",
+      "upsample_trilinear3d", "upsample_nearest3d", "_upsample_nearest_exact2d")
+class Pool(Rule):
+    """Windows over the trailing dimensions. A constant stays itself, but average pooling that counts its zero padding
+    keeps only 0."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        x, outs = next(op.facts()), blank(op)
+        spatial = tuple(range(len(x.shape) - self._rank(op), len(x.shape)))
+        for layer in x.layers:
+            if set(varying(layer)) & set(spatial):
+                ctx.pin(layer, op, "a window slides over it")
+        value = keep_uniform(x.value, spatial)
+        if op.given.get("count_include_pad") and any(op.given["padding"]):
+            value = torch.where(value == 0, value, torch.nan)
+        layers = [compact(layer) for layer in passed_on(x, spatial)]
+
+        def fact(out: Fact) -> Fact:
+            return Fact(out.shape, tuple(layer.expand(out.shape) for layer in layers), value.expand(out.shape))
+
+        return [fact(o) for o in outs] if isinstance(outs, list) else fact(outs)  # type: ignore[arg-type]
+
+    def _rank(self, op: Op) -> int:
+        return next(int(c) for c in op.name if c.isdigit())
+
+
+@rule("mean.dim", "sum.dim_IntList", "amax", "amin", "var.dim", "var.correction", "std.dim", "std.correction",
+      "linalg_vector_norm", "norm.ScalarOpt_dim", "argmax", "argmin", "max.dim", "min.dim", "any.dim", "all.dim", "prod.dim_int",
+      "logsumexp", "cumsum", "softmax.int", "log_softmax.int", "_softmax")
+class Reduce(Rule):
+    """Over positions, channels pass. Over channels, all of them are needed. The mean of a constant is that constant."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        x, outs = next(op.facts()), blank(op)
+        rank = len(x.shape)
+        given = op.given.get("dim")
+        dims = tuple(range(rank)) if given is None or given == [] else tuple(
+            d % rank for d in (given if isinstance(given, (list, tuple)) else [given]))
+        for layer in x.layers:
+            if set(varying(layer)) & set(dims):
+                ctx.pin(layer, op, "a reduction over channels needs all of them")
+        if not isinstance(outs, Fact):
+            return self._blank_with_pins(op, ctx, x)
+        kept = [compact(layer) for layer in passed_on(x, dims)]
+        value = keep_uniform(x.value, dims)
+        if not op.name.startswith(("aten.mean", "aten.amax", "aten.amin")):
+            value = torch.full_like(value, torch.nan)
+        if len(outs.shape) < rank:  # keepdim=False
+            shape = [value.size(d) for d in range(rank) if d not in dims]
+            value = value.reshape(shape)
+            kept = [layer.reshape([layer.size(d) for d in range(rank) if d not in dims]) for layer in kept]
+        return Fact(outs.shape, tuple(layer.expand(outs.shape) for layer in kept), value.expand(outs.shape))
+
+    def _blank_with_pins(self, op: Op, ctx: Analysis, x: Fact) -> Facts:
+        for layer in x.layers:
+            ctx.pin(layer, op, "a reduction with several outputs")
+        return blank(op)

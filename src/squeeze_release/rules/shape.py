@@ -1,0 +1,210 @@
+"""Shape ops: run the op itself on the labels and on the constants.
+
+Concat, flatten into a Linear, packed qkv, window partition and rotary halves need no code of their own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..facts import Fact, collapse, compact, varying
+from .base import Facts, Op, Rule, blank, rule
+from .elementwise import combine_layers
+
+if TYPE_CHECKING:
+    from ..analyse import Analysis
+
+MOVES = """view reshape _unsafe_view flatten.using_ints unflatten.int permute transpose.int t unsqueeze squeeze.default
+squeeze.dim squeeze.dims expand slice.Tensor select.int narrow movedim.int movedim.intlist swapaxes swapdims mT
+expand_as view_as numpy_T repeat tile repeat_interleave.self_int""".split()
+
+
+class Move(Rule):
+    """One tensor in, its elements moved. What stays must stay rectangular along every new dimension (`Grid`)."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        x = next(op.facts())
+        layers = [self.run(op, layer) for layer in x.layers]
+        for before, after in zip(x.layers, layers, strict=True):
+            register(op, ctx, after, reordered=self._reorders(op, before))
+        value = self.run(op, x.value)
+        kept = []
+        for layer in layers:
+            if varying(layer):
+                kept.append(layer)
+            else:
+                ctx.pin(layer, op, "a width of 1 cannot shrink")
+        return Fact(tuple(value.shape), tuple(kept), value, x.source)
+
+    def run(self, op: Op, t: Tensor) -> Tensor:
+        return collapse(call(op, t))
+
+    def _reorders(self, op: Op, layer: Tensor) -> bool:
+        """Whether the channels' dimensions change places: then rows of different length would not line up."""
+        dims = varying(layer)
+        if len(dims) < 2 or not op.name.startswith(("aten.permute", "aten.transpose", "aten.t", "aten.movedim", "aten.swap")):
+            return False
+        marks = torch.zeros((1,) * layer.dim()).expand(layer.shape)
+        order = []
+        for d in dims:
+            line = torch.arange(layer.size(d)).reshape([-1 if i == d else 1 for i in range(layer.dim())]).expand(marks.shape)
+            order.append(varying(call(op, line))[0])
+        return order != sorted(order)
+
+
+def call(op: Op, t: Tensor) -> Any:
+    """Run the op of this node on another tensor of the same shape."""
+    given = dict(op.given)
+    given[next(iter(given))] = t
+    if op.name.startswith(("aten.view.", "aten._unsafe_view")):
+        return t.reshape(given["size"])
+    if op.name.startswith(("aten.expand_as", "aten.view_as")):
+        return t.expand(given["other"].shape) if "expand" in op.name else t.reshape(given["other"].shape)
+    names = list(given)
+    return op.node.target(*[given[n] for n in names[: len(op.node.args)]],  # type: ignore[operator]
+                          **{k: given[k] for k in op.node.kwargs})
+
+
+rule(*MOVES)(Move)
+
+
+@rule("unbind", "chunk", "split.Tensor", "split_with_sizes", "tensor_split.sections")
+class Pieces(Rule):
+    """One tensor in, several out. Equal pieces of one row of channels must stay equally long."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        x = next(op.facts())
+        dim = op.given.get("dim", 0) % len(x.shape)
+        values = [collapse(v) for v in call(op, x.value)]
+        pieces = [[collapse(piece) for piece in call(op, layer)] for layer in x.layers]
+        for layer, parts in zip(x.layers, pieces, strict=True):
+            if dim in varying(layer) and not op.name.startswith("aten.unbind"):
+                self._equal(op, ctx, parts, dim)
+            for part in parts:
+                register(op, ctx, part)
+        return [Fact(tuple(v.shape), tuple(p[i] for p in pieces if varying(p[i])), v, x.source)
+                for i, v in enumerate(values)]
+
+    def _equal(self, op: Op, ctx: Analysis, parts: list[Tensor], dim: int) -> None:
+        if len({part.size(dim) for part in parts}) > 1 or any(len(varying(part)) != 1 for part in parts):
+            return
+        table = torch.stack([compact(part).reshape(-1) for part in parts])
+        rows = ctx.labels.fresh(1).expand(len(parts)).clone()
+        ctx.grid(op, table, outer=rows)
+
+
+@rule("cat", "concat", "concatenate")
+class Cat(Rule):
+    """Along the dimension of the concat, labels stand side by side; along the others they meet and are merged."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        facts = list(op.facts())
+        out = blank(op)
+        assert isinstance(out, Fact)
+        dim = op.given.get("dim", 0) % len(out.shape)
+        facts = [fact for fact in facts if fact.shape != (0,)]
+        across = [Fact(self._one(fact.shape, dim), tuple(self._thin(layer, dim) for layer in fact.layers
+                  if dim not in varying(layer)), fact.value, fact.source) for fact in facts]
+        layers = [compact(layer).expand(out.shape) for layer in combine_layers(op, ctx, across, self._one(out.shape, dim))]
+        layers += self._side_by_side(op, ctx, facts, dim, out.shape)
+        value = collapse(self._cat([fact.value for fact in facts], dim).expand(out.shape))
+        source = facts[0].source if len({fact.source for fact in facts}) == 1 else "activation"
+        return Fact(out.shape, tuple(layers), value, source)
+
+    @staticmethod
+    def _one(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        return tuple(1 if d == dim else s for d, s in enumerate(shape))
+
+    @staticmethod
+    def _thin(layer: Tensor, dim: int) -> Tensor:
+        return layer.narrow(dim, 0, 1)
+
+    def _side_by_side(self, op: Op, ctx: Analysis, facts: list[Fact], dim: int, shape: tuple[int, ...]) -> list[Tensor]:
+        rows = [fact.along(dim) for fact in facts]
+        if not any(rows):
+            return []
+        parts = []
+        for fact, layers in zip(facts, rows, strict=True):
+            if layers:
+                parts.append(layers[0])
+            else:  # a piece of fixed width: labels that never go
+                fixed = ctx.labels.fresh(fact.shape[dim])
+                ctx.pin(fixed, op, "a piece of fixed width")
+                parts.append(fixed.reshape([-1 if d == dim else 1 for d in range(len(shape))]).expand(fact.shape))
+        layer = collapse(self._cat(parts, dim).expand(shape))
+        register(op, ctx, layer)
+        return [layer]
+
+    @staticmethod
+    def _cat(parts: list[Tensor], dim: int) -> Tensor:
+        """Concatenate without spreading out what no part varies along."""
+        rank = parts[0].dim()
+        for d in range(rank):
+            if d != dim and all(d not in varying(part) for part in parts):
+                parts = [part.narrow(d, 0, 1) for part in parts]
+        return torch.cat(parts, dim)
+
+
+@rule("stack")
+class Stack(Rule):
+    """Labels of the parts stand side by side along the new dimension."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        facts = list(op.facts())
+        dim = op.given.get("dim", 0) % (len(facts[0].shape) + 1)
+        value = collapse(torch.stack([fact.value for fact in facts], dim))
+        if any(len(fact.layers) != len(facts[0].layers) or
+               [varying(a) for a in fact.layers] != [varying(b) for b in facts[0].layers] for fact in facts):
+            return super().forward(op, ctx)
+        layers = [collapse(torch.stack(list(parts), dim)) for parts in zip(*(fact.layers for fact in facts), strict=True)]
+        for layer in layers:
+            register(op, ctx, layer)
+        return Fact(tuple(value.shape), tuple(layers), value)
+
+
+@rule("roll", "flip")
+class Turn(Rule):
+    """Turned over positions, channels pass; turned over channels, their order is fixed."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        x = next(op.facts())
+        dims = {d % len(x.shape) for d in (op.given["dims"] or range(len(x.shape)))}
+        for layer in x.layers:
+            if dims & set(varying(layer)):
+                ctx.pin(layer, op, "channels change their order here")
+        return Fact(x.shape, x.layers, collapse(call(op, x.value)))
+
+
+@rule("pad", "constant_pad_nd")
+class Pad(Rule):
+    """Zero padding keeps only the constant it pads with; reflect, replicate and circular padding keep any."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        x, out = next(op.facts()), blank(op)
+        assert isinstance(out, Fact)
+        moved = {d for d in range(len(x.shape)) if x.shape[d] != out.shape[d]}
+        if any(moved & set(varying(layer)) for layer in x.layers) or any(p < 0 for p in op.given["pad"]):
+            return super().forward(op, ctx)
+        layers = tuple(compact(layer).expand(out.shape) for layer in x.layers)
+        value = compact(x.value)
+        if op.given.get("mode", "constant") == "constant":
+            value = torch.where(value == (op.given.get("value") or 0.0), value, torch.nan)
+        if any(value.size(d) > 1 for d in moved):
+            value = torch.full((1,) * len(x.shape), torch.nan, dtype=torch.float64)
+        return Fact(out.shape, layers, value.expand(out.shape))
+
+
+def register(op: Op, ctx: Analysis, layer: Tensor, *, reordered: bool = False) -> None:
+    """Ask that what stays of a layer with several dimensions is rectangular."""
+    dims = varying(layer)
+    if len(dims) < 2:
+        return
+    table = compact(layer)
+    table = table.reshape([layer.size(d) for d in dims])
+    while table.dim() > 1:
+        outer = ctx.grid(op, table.reshape(-1, table.size(-1)), ragged=not reordered)
+        table = outer.reshape(table.shape[:-1])
+        reordered = True  # above the innermost dimension only whole indices go

@@ -1,0 +1,93 @@
+"""The exact minimizer: a network full of zeros in, the same function in smaller dense tensors out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .analyse import RULE_SETS, analyse
+from .errors import InputError
+from .follow import fit
+from .masks import bake_masks, check_finite, copy_model
+from .report import Report, make_report
+from .rewrite import rewrite
+from .trace import as_calls, trace
+from .unwrap import unwrap
+from .verify import verify as compare
+
+
+class Squeezed(NamedTuple):
+    """The narrowed model, and the report that says what went, what stayed and why."""
+
+    model: nn.Module
+    report: Report
+
+
+def squeeze(
+    model: nn.Module,
+    example_inputs: Any,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    inplace: bool = False,
+    verify: bool = True,
+    keep: Sequence[str] = (),
+    rules: str = "all",
+) -> Squeezed:
+    """Remove every channel, head and block that does not matter, and prove that the function is the same.
+
+    Args:
+        model: any module; zeros may be plain, or masks of `torch.nn.utils.prune` or of a parametrization.
+        example_inputs: a tensor, a tuple of arguments, or a list of such calls; `kwargs` go with each of them.
+        inplace: change `model` itself. By default it is left untouched.
+        verify: compare old and new in float64 (and raise `VerificationError` if they differ).
+        keep: names of modules that must not change their widths.
+        rules: "all", or one of the paper's rule sets "A", "AB", "paper".
+
+    >>> import torch, squeeze_release as sr
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> with torch.no_grad():
+    ...     _ = net[0].weight[2:].zero_()          # six of eight hidden units no longer see the input
+    >>> small, report = sr.squeeze(net, torch.randn(1, 4))
+    >>> small[0].out_features, report.params_before, report.params_after
+    (2, 58, 16)
+    """
+    started = time.perf_counter()
+    _check_arguments(rules)
+    source = unwrap(model)
+    _check_keep(source, keep)
+    masked = copy_model(source)
+    bake_masks(masked)
+    check_finite(masked)
+
+    calls = as_calls(example_inputs, kwargs)
+    traces = [trace(masked, call) for call in calls]  # 1. trace
+    facts = analyse(masked, traces, rules, keep)  # 2. constants, forward
+    small, plan, live = fit(  # 3. liveness, backward  4. plan
+        facts, calls, build=lambda plan: rewrite(copy_model(masked), plan)  # 5. rewrite the user's modules
+    )
+    proof = None
+    if verify:  # 6. old against new
+        exact = rewrite(copy_model(masked).double(), plan)
+        proof = compare(masked, small, calls, exact=exact)
+    report = make_report(facts, live, plan, masked, small, proof, time.perf_counter() - started)
+    if inplace:
+        source.__class__, source.__dict__ = small.__class__, small.__dict__
+        small = source
+    return Squeezed(small, report)
+
+
+def _check_arguments(rules: str) -> None:
+    if rules not in RULE_SETS:
+        raise InputError(f"rules={rules!r} is not a rule set", where="squeeze(..., rules=)", consequence="nothing was changed",
+                         remedy=f"use one of {', '.join(map(repr, RULE_SETS))}")
+
+
+def _check_keep(model: nn.Module, keep: Sequence[str]) -> None:
+    names = {name for name, _ in model.named_modules()}
+    for name in [keep] if isinstance(keep, str) else keep:
+        if name not in names:
+            raise InputError(f"keep names no module: {name!r}", where=type(model).__name__, consequence="nothing was changed",
+                             remedy="use the dotted names of model.named_modules()")

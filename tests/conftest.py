@@ -1,0 +1,48 @@
+"""What every test shares: one thread a worker, fixed seeds, and a torchvision that imports beside a CPU torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers must not fight over two cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("suite")  # the same cases on every run; `make fuzz` is where new ones are looked for
+
+_torchvision_ops: torch.library.Library | None = None  # the definitions live exactly as long as this object
+
+
+def make_torchvision_importable() -> None:
+    """Define the two operators that torchvision's Python code registers against, if its binary did not bring them.
+
+    The wheel is built for a CUDA torch, so beside a CPU torch its extension does not load, and the import stops at
+    "operator torchvision::nms does not exist". The models need none of these operators.
+    """
+    global _torchvision_ops
+    try:
+        import torchvision
+    except ModuleNotFoundError:
+        return  # not installed: the tests that want it say so themselves
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        _torchvision_ops = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            _torchvision_ops.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        import torchvision  # noqa: F401
+
+
+make_torchvision_importable()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,41 @@
+"""The README cannot rot: its Python runs, and what it says is printed is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).parents[1] / "README.md"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_python_blocks_run_and_print_the_text_blocks_that_follow_them() -> None:
+    text = README.read_text(encoding="utf-8")
+    blocks = list(FENCE.finditer(text))
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    printed = None
+    ran = 0
+    for block in blocks:
+        language, body = block.groups()
+        if language == "python":
+            line = text.count("\n", 0, block.start(2))
+            code = compile("\n" * line + body, str(README), "exec")  # tracebacks name the README's own lines
+            with contextlib.redirect_stdout(io.StringIO()) as stdout:
+                exec(code, namespace)
+            printed = stdout.getvalue()
+            ran += 1
+        elif language == "text":
+            assert printed is not None, "a ```text block shows what the ```python block before it prints"
+            assert _comparable(printed) == _comparable(body)
+            printed = None
+    assert ran
+
+
+def _comparable(text: str) -> list[str]:
+    """Without what differs between two runs: seconds, digits of errors that are rounding alone, and spacing."""
+    text = re.sub(r"\d\.\de-\d\d", "<rounding>", text)
+    text = re.sub(r"\d+\.\d s\b", "<seconds>", text)
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
