@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Collection
 from typing import Any
@@ -39,6 +40,7 @@ class Analysis:
         self.param_dims: dict[str, list[Tensor | None]] = {}
         self.readers: dict[str, list[Op]] = {}
         self.refused: dict[str, int] = {}
+        self.whole: set[str] = set()  # modules that are not replaced
         self.cut: set[Op] = set()
         self.wanted: set[Op] = set()
         self.dead: dict[str, blocks.Replacement] = {}
@@ -94,6 +96,10 @@ class Analysis:
             return False
         return can_take_bias(self.model.get_submodule(op.module), self.tensor(op.memo["weight"]))
 
+    def shared(self, name: str, op: Op) -> bool:
+        """Whether another op of the same call reads this parameter too."""
+        return any(reader is not op and reader.trace is op.trace for reader in self.readers[self._canonical[name]])
+
     def can_index(self, op: Op) -> bool:
         return can_index(self.model.get_submodule(op.module))
 
@@ -107,6 +113,10 @@ class Analysis:
 
     def refuse(self, module: str, text: str) -> bool:
         """The code of a module did not follow: let less go from it. Step by step: heads only; no heads; nothing."""
+        swapped = {path for path in self.dead if path == module or path.startswith(f"{module}.") or module.startswith(f"{path}.")}
+        if swapped - self.whole:
+            self.whole |= swapped
+            return True
         step = self.refused[module] = self.refused.get(module, 0) + 1
         grids = [grid for grid in self.grids if grid.module == module]
         if step == 1 and any(not grid.rigid for grid in grids):
@@ -121,7 +131,7 @@ class Analysis:
             self.pins += [(layer.unique(), module, text) for fact in facts for layer in fact.layers]
         elif step == 4:
             self.pins.append((torch.arange(len(self.labels.parent)), module, text))
-            self.keep = ("",)
+            self.whole |= {path for path, _ in self.model.named_modules()}
         return step <= 4
 
     # ------------------------------------------------------------------ forward
@@ -172,6 +182,7 @@ class Analysis:
 
     def settle(self) -> Live:
         """The smallest set of classes that must stay."""
+        self.grids.sort(key=lambda grid: -grid.labels.size(1))
         borders = blocks.borders(self)
         self.dead = blocks.find(self, borders)
         self.cut, self.wanted = blocks.wanted(self, borders)
@@ -180,14 +191,20 @@ class Analysis:
         for op in self.ops:
             op.memo.pop("done", None)
         self._mark_fixed(live)
+        for grid in self.grids:  # the finest last, so that it counts
+            if grid.outer is not None and grid.ragged:
+                live.row_of[grid.labels] = grid.outer[:, None].expand_as(grid.labels)
         live.grown = True
         while live.grown:
             live.grown = False
             for op in reversed(self.ops):
                 if op in self.wanted:
                     rule_of(op).need(op, self, live)
-            for grid in self.grids:
-                grid.settle(live)
+            # A coarse grid has a choice of what to revive: it must see what all the finer ones want.
+            for _, level in itertools.groupby(reversed(self.grids), key=lambda grid: grid.labels.size(1)):
+                if not live.grown:
+                    for grid in level:
+                        grid.settle(live)
             if not live.grown:
                 self._keep_one(live)
         return live
@@ -206,6 +223,10 @@ class Analysis:
 
     def _keep_one(self, live: Live) -> None:
         """No width is ever 0: convolutions with 0 channels return a wrong shape without an error."""
+        for grid in self.grids:
+            grid.settle(live, least=1)
+            if live.grown:
+                return
         for name, dims in self.param_dims.items():
             if blocks.inside(name, self.dead):
                 continue

@@ -19,7 +19,7 @@ from .rules.elementwise import Identity, Unary
 
 if TYPE_CHECKING:
     from .analyse import Analysis
-    from .trace import Trace
+    from .trace import ModuleCall, Trace
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,10 @@ class Replacement:
     value: Tensor | None = None  # a number for every channel
     channel_dim: int = -1
     labels: Tensor | None = None  # of those channels
+    outputs: int = 0  # a tuple of so many, or 0 for a tensor
 
     def same(self, other: Replacement | None) -> bool:
-        if other is None or (self.kind, self.channel_dim) != (other.kind, other.channel_dim):
+        if other is None or (self.kind, self.channel_dim, self.outputs) != (other.kind, other.channel_dim, other.outputs):
             return False
         return self.value is None or other.value is None or torch.equal(self.value, other.value)
 
@@ -115,9 +116,10 @@ def unread(ctx: Analysis, every: list[Borders]) -> dict[str, Replacement]:
     for name, module in reversed(list(ctx.model.named_modules())):
         if not name or name in busy or inside(name, ctx.dead) or not any(True for _ in module.parameters()) or _kept(name, ctx):
             continue
-        if all(_passes(border, name, {**ctx.dead, **found}) for border in every):
+        called = any(border.trace.calls[name].count for border in every)
+        if called and all(_passes(border, name, {**ctx.dead, **found}) for border in every):
             found = {other: r for other, r in found.items() if not inside(other, {name: r})}
-            found[name] = Replacement("passthrough")
+            found[name] = Replacement("passthrough", outputs=max(border.trace.calls[name].outputs for border in every))
     return found
 
 
@@ -148,7 +150,7 @@ def _widthless(border: Borders, node: fx.Node, replaced: dict[str, Replacement])
 
 
 def _kept(name: str, ctx: Analysis) -> bool:
-    return any(name == kept or name.startswith(f"{kept}.") or kept.startswith(f"{name}.") for kept in ctx.keep)
+    return name in ctx.whole or any(name == kept or name.startswith(f"{kept}.") or kept.startswith(f"{name}.") for kept in ctx.keep)
 
 
 def _replacement(border: Borders, name: str, module: nn.Module) -> Replacement | None:
@@ -159,13 +161,16 @@ def _replacement(border: Borders, name: str, module: nn.Module) -> Replacement |
     if entry is not None and type(module) is not nn.Sequential:
         shift = _shift(node, entry, border.facts)
         if shift is not None:
-            return _by_channel("shift", shift, call.shape_in, border.facts[node])
+            return _by_channel("shift", shift, call, border.facts[node])
     out = border.facts.get(node)
-    return _by_channel("constant", out.value, call.shape_in, out) if isinstance(out, Fact) else None
+    return _by_channel("constant", out.value, call, out) if isinstance(out, Fact) else None
 
 
-def _by_channel(kind: str, value: Tensor, shape_in: tuple[int, ...], out: Fact) -> Replacement | None:
+def _by_channel(kind: str, value: Tensor, call: ModuleCall, out: object) -> Replacement | None:
     """A number for every channel, last or first, if the module keeps the other dimensions."""
+    shape_in = call.shape_in
+    if not isinstance(out, Fact) or shape_in is None:
+        return None
     rank = len(out.shape)
     for dim in (-1, 1):
         if len(shape_in) != rank or rank < (1 if dim == -1 else 3):
@@ -175,8 +180,8 @@ def _by_channel(kind: str, value: Tensor, shape_in: tuple[int, ...], out: Fact) 
         numbers = uniform(value, dim)
         if not bool(numbers.isnan().any()):
             if kind == "shift" and not bool(numbers.any()):
-                return Replacement("passthrough")
-            return Replacement(kind, numbers.clone(), dim, _channel_labels(out, dim))
+                return Replacement("passthrough", outputs=call.outputs)
+            return Replacement(kind, numbers.clone(), dim, _channel_labels(out, dim), call.outputs)
     return None
 
 

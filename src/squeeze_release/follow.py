@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import fx, nn
 
-from .analyse import Analysis, widths
+from .analyse import Analysis, rule_of, widths
 from .blocks import inside
 from .errors import ExportError, InputError
-from .facts import Fact
 from .labels import Live
 from .plan import Plan, make_plan
-from .rules import flat
-from .trace import Trace, trace
+from .rules import Op, flat
+from .rules.shape import Move, Pieces
+from .trace import Trace, named_arguments, trace
 from .verify import Call
 
 _MOST_CHOICES = 16
@@ -79,7 +79,7 @@ def _wishes(ctx: Analysis, live: Live) -> tuple[dict[Any, list[Any]], list[tuple
     """
     seen: dict[str, dict[int, list[int]]] = {}
     for op in ctx.ops:
-        if inside(op.module, ctx.dead):
+        if inside(op.module, ctx.dead) or not isinstance(rule_of(op), (Move, Pieces)):
             continue
         for fact in op.outputs():
             for old, new in zip(fact.shape, widths(fact, live), strict=True):
@@ -124,6 +124,7 @@ def check(ctx: Analysis, live: Live, plan: Plan, model: nn.Module, calls: list[C
 
 
 def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> Problem | None:
+    by_node = {op.node: op for op in ctx.ops}
     facts = {op.node: op.out for op in ctx.ops}
     before, after = _plain(old, plan), _plain(new, plan)
     for was, now in itertools.zip_longest(before, after):
@@ -134,6 +135,8 @@ def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> P
         have = [tuple(int(s) for s in value.shape) for value in _tensors(now.meta.get("val"))]
         if want and want != have:
             return Problem(place, f"its code fixes a width: {_short(was)} gives {have} where {want} was planned")
+        if _start(was) is not None and _start(now) != _moved_start(by_node[was], live):
+            return Problem(place, f"its code fixes where a slice begins: {_short(was)}")
         if place not in plan.rescaled and _floats(was) != _floats(now):
             return Problem(place, f"a number in its code depends on a width: {_short(was)}")
     return None
@@ -156,8 +159,26 @@ def _floats(node: fx.Node) -> list[float]:
     return [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)] if "squeeze_release" not in str(node.target) else []
 
 
+def _start(node: fx.Node) -> int | None:
+    """Where a slice, narrow or select begins."""
+    if not _short(node).startswith(("aten.slice.", "aten.select.", "aten.narrow")):
+        return None
+    given = named_arguments(node)
+    size = node.args[0].meta["val"].shape[given["dim"]]  # type: ignore[union-attr]
+    start = given.get("start") if "start" in given else given["index"]
+    start = 0 if start is None else int(start)
+    return max(0, min(start + int(size) if start < 0 else start, int(size)))
+
+
+def _moved_start(op: Op, live: Live) -> int:
+    """Where it has to begin once dead channels in front of it are gone."""
+    start, x = _start(op.node) or 0, next(op.facts())
+    for layer in x.along(op.given["dim"]):
+        rows = live[layer.movedim(op.given["dim"], 0).flatten(1)[:start]]
+        return int(rows.sum(0).max()) if start else 0
+    return start
+
+
 def _short(node: fx.Node) -> str:
     return str(node.target).removesuffix(".default")
 
-
-__all__ = ["Fact", "check", "choices", "fit"]

@@ -63,6 +63,15 @@ class Live:
         self.why = torch.full((len(self.root),), -1)
         self.reasons: list[Reason] = []
         self.grown = False
+        self.row_of = torch.full((len(self.root),), -1)  # label -> the label that stands for its row in the finest grid
+
+    def reluctance(self, labels: Tensor) -> Tensor:
+        """How little one would like to revive each dead label of a table, row by row of the table."""
+        row = self.row_of[labels]
+        gone = (row >= 0) & ~self[row.clamp(min=0)]
+        # The n-th dead label of its row costs n, so that rows are filled evenly; a row that is gone costs most.
+        rank = torch.stack([_rank(r, dead) for r, dead in zip(row, ~self[labels], strict=True)])
+        return rank + gone * labels.size(1)
 
     def __getitem__(self, labels: Tensor) -> Tensor:
         return self.mask[self.root[labels]]
@@ -84,6 +93,18 @@ class Live:
         return self.reasons[index] if index >= 0 else None
 
 
+def _rank(groups: Tensor, counted: Tensor) -> Tensor:
+    """For each entry, how many counted entries of the same group come before it."""
+    order = torch.argsort(groups, stable=True)
+    running = counted[order].long().cumsum(0)
+    starts = torch.ones_like(groups, dtype=torch.bool)
+    starts[1:] = groups[order][1:] != groups[order][:-1]
+    before = torch.where(starts, running - counted[order].long(), 0).cummax(0).values
+    rank = torch.empty_like(running)
+    rank[order] = running - before
+    return rank
+
+
 @dataclass
 class Grid:
     """Labels in rows that must stay rectangular: heads of a tensor, groups of a convolution.
@@ -100,8 +121,8 @@ class Grid:
     rigid: bool = False  # only whole rows may go
     module: str = ""  # whose code lays the table out
 
-    def settle(self, live: Live) -> None:
-        """Revive the fewest labels that make what stays rectangular."""
+    def settle(self, live: Live, least: int = 0) -> None:
+        """Revive the fewest labels that make what stays rectangular, at least so many a row."""
         alive = live[self.labels]
         rows = alive.any(1)
         if self.outer is not None:
@@ -111,12 +132,12 @@ class Grid:
             rows = rows | (live[self.inner].any() & ~rows.any())
         if not rows.any():
             return
-        wanted = self._wanted(alive, rows, live)
+        wanted = self._wanted(alive, rows, live, least)
         live.mark(self.labels[wanted], self.where, "every head or group that stays must keep equally many channels")
         if self.inner is not None:
             live.mark(self.inner[wanted.any(0)], self.where, "shared by every head or group that stays")
 
-    def _wanted(self, alive: Tensor, rows: Tensor, live: Live) -> Tensor:
+    def _wanted(self, alive: Tensor, rows: Tensor, live: Live, least: int) -> Tensor:
         if self.rigid:
             return rows[:, None].expand_as(alive)
         if not self.ragged:
@@ -124,10 +145,10 @@ class Grid:
             if self.inner is not None:
                 columns = columns | live[self.inner]
             if not columns.any():
-                columns[0] = True
+                columns[:least] = True
             return rows[:, None] & columns[None, :]
-        width = max(1, int(alive.sum(1).max()))
-        # Living labels first, then the first dead ones; a stable sort keeps their order.
-        order = torch.argsort(alive.to(torch.int8), dim=1, descending=True, stable=True)
+        width = max(least, int(alive.sum(1).max()))
+        # Living labels first, then dead ones: of rows of a finer grid that stay anyway, and evenly from each of them.
+        order = torch.argsort(live.reluctance(self.labels).masked_fill(alive, -1), dim=1, stable=True)
         chosen = torch.zeros_like(alive).scatter_(1, order[:, :width], True)
         return chosen & rows[:, None]

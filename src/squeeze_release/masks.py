@@ -1,10 +1,11 @@
-"""Pruning masks become exact zeros; copies and counts of a model."""
+"""Pruning masks become exact zeros; copies of a model, in float64 too, and counts."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import MaskError, ModelError, WeightError
 
@@ -62,6 +64,14 @@ class _CopyWithoutGraph(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+# --- float64 ---------------------------------------------------------------------------------------------------------
+
+
 def to_float64(model: nn.Module) -> None:
     """In place: parameters, buffers and tensors in plain attributes become float64, and all parameters trainable.
 
@@ -75,20 +85,54 @@ def to_float64(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else widen(buffer)  # double() leaves complex buffers
         for name, value in vars(module).items():
-            if name not in internals and isinstance(value, (Tensor, list, tuple, dict)):
+            if name not in internals and any(
+                isinstance(x, Tensor) and x.dtype in WIDER for x in pytree.tree_leaves(value)
+            ):
                 vars(module)[name] = pytree.tree_map_only(Tensor, widen, value)  # tables that nobody registered
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
 
 
+class InFloat64(TorchDispatchMode):
+    """Casts to lower precision become casts to float64: transformers' RMSNorm computes in float32 on purpose.
+
+    `ops` lists the operators that ran; with `lift=False` they are only listed.
+    """
+
+    supports_higher_order_operators = True  # flex_attention is one
+
+    def __init__(self, lift: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lift, self.ops = lift, list[Any]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.ops.append(func)
+        if not self.lift or func is torch.ops.aten.view.dtype:  # which reads the same bits as another type
+            return func(*args, **(kwargs or {}))
+        args = tuple(_wider_dtype(value) for value in args)
+        kwargs = {name: _wider_dtype(value) for name, value in (kwargs or {}).items()}
+        result = func(*args, **kwargs)
+        return widen(result) if _creates_tensor(func) and isinstance(result, Tensor) else result
+
+
+def _wider_dtype(value: Any) -> Any:
+    return WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+@cache
+def _creates_tensor(func: Any) -> bool:
+    # zeros(n) without a dtype would take float32 and round what is written into it; lift_fresh is torch.tensor(0.5).
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    takes_tensor = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
+    return not takes_tensor or func is torch.ops.aten.lift_fresh.default
+
+
 def widen(tensor: Tensor) -> Tensor:
     """In float64 or complex128, if it is a float or complex at all."""
     return (tensor.cpu() if tensor.is_mps else tensor).to(WIDER.get(tensor.dtype, tensor.dtype))
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
@@ -165,7 +209,7 @@ def _parametrized(path: str, module: nn.Module, name: str, steps: Any) -> _Maske
 
 def _broadcasts(mask: torch.Size, weight: torch.Size) -> bool:
     try:
-        return bool(torch.broadcast_shapes(mask, weight) == weight)  # type: ignore[no-untyped-call]
+        return bool(torch.broadcast_shapes(mask, weight) == weight)
     except RuntimeError:
         return False
 

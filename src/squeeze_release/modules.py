@@ -53,9 +53,9 @@ class CompensatedLayerNorm(nn.Module):
             raise ValueError(f"channel_dim is -1 (last) or 1 (channels first), not {channel_dim}")
         self.eps, self.channel_dim = eps, channel_dim
         self._kept, self._removed = normalized_shape, 0
-        one, zero = (nn.Parameter(fill(normalized_shape, device=device, dtype=dtype)) for fill in (torch.ones, torch.zeros))
-        self.register_parameter("weight", one if elementwise_affine else None)
-        self.register_parameter("bias", zero if elementwise_affine and bias else None)
+        one, zero = (fill(normalized_shape, device=device, dtype=dtype) for fill in (torch.ones, torch.zeros))
+        self.register_parameter("weight", nn.Parameter(one) if elementwise_affine else None)
+        self.register_parameter("bias", nn.Parameter(zero) if elementwise_affine and bias else None)
         for name in ("count", "mean", "m2"):
             self.register_buffer(name, torch.zeros((), device=device, dtype=torch.float64))
         self._derive()
@@ -95,7 +95,6 @@ class CompensatedLayerNorm(nn.Module):
         return self.m2 + self.count * self.mean.square()
 
     def forward(self, x: Tensor) -> Tensor:
-        # movedim and contiguous cost one copy; a norm over a strided dimension costs ten.
         x = x if self.channel_dim == -1 else x.movedim(1, -1)
         if x.dtype in (torch.float16, torch.bfloat16):
             # float32 inside, one rounding at the end, as F.layer_norm does; only the CPU's autocast leaves it alone.
@@ -110,6 +109,7 @@ class CompensatedLayerNorm(nn.Module):
         width = kept + gone
         if x.shape[-1] != kept:
             raise RuntimeError(f"CompensatedLayerNorm keeps {kept} channels, got an input of shape {tuple(x.shape)}")
+        x = x.contiguous()  # as F.layer_norm's output is; and a norm over a strided dimension costs ten copies
         if x.dtype == torch.float64:
             mean, base = self.mean, self.m2 / width + self.eps
         else:
@@ -122,17 +122,18 @@ class CompensatedLayerNorm(nn.Module):
             y = (x - (mean + shift * (kept / width))) * torch.rsqrt(var + base)
         else:
             # In the fewest passes: y is centred on the full mean, and then C var = |y|^2 + M2 + K (mu - m_R)^2.
-            x = x.contiguous()
-            shift = x.sum(-1, True).sub_(mean, alpha=kept)  # C (mu - m_R)
+            shift = torch.sub(x.sum(-1, True), mean, alpha=kept)  # C (mu - m_R)
             y = x - torch.add(mean, shift, alpha=1 / width)
             norm = torch.linalg.vector_norm(y, 2, -1, True)
-            var = torch.addcmul(base, shift, shift, value=gone / width**3).addcmul_(norm, norm, value=1 / width)
-            if not torch.is_grad_enabled():
+            var = torch.addcmul(base, shift, shift, value=gone / width**3)
+            rstd = torch.addcmul(var, norm, norm, value=1 / width).rsqrt()
+            traced = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+            if not (traced or torch.is_grad_enabled()):
                 # Only y is large, so nothing else need be allocated: fresh pages cost more than the arithmetic.
-                y.mul_(var.rsqrt_())
+                y.mul_(rstd)
                 y = y if weight is None else y.mul_(weight)
                 return y if bias is None else y.add_(bias)
-            y = y * var.rsqrt_()
+            y = y * rstd
         if weight is None or bias is None:
             return y if weight is None else y * weight
         return torch.addcmul(bias, y, weight)
@@ -206,11 +207,7 @@ class IndexedConv3d(_Indexed, nn.Conv3d):
 
 
 INDEXED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: IndexedLinear,
-    nn.Conv1d: IndexedConv1d,
-    nn.Conv2d: IndexedConv2d,
-    nn.Conv3d: IndexedConv3d,
-}
+    nn.Linear: IndexedLinear, nn.Conv1d: IndexedConv1d, nn.Conv2d: IndexedConv2d, nn.Conv3d: IndexedConv3d}
 
 
 def can_index(module: nn.Module) -> bool:
@@ -261,44 +258,49 @@ def _state(module: nn.Module) -> dict[str, Any]:
     return vars(module) | {name: vars(module)[name].copy() for name in own}
 
 
-class Shift(nn.Module):
-    """A block that comes down to x + bias, one bias a channel; what else it is called with is ignored."""
+class Passthrough(nn.Module):
+    """A block that does nothing: returns the first of its arguments, whatever else it is called with.
 
-    def __init__(self, bias: Tensor, *, channel_dim: int = -1) -> None:
+    `outputs` is for blocks that return a tuple: n of them, the first one and then None.
+    """
+
+    def __init__(self, *, outputs: int = 0) -> None:
         super().__init__()
+        self.outputs = outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        y = self._compute(args[0] if args else next(iter(kwargs.values())))
+        return (y, *[None] * (self.outputs - 1)) if self.outputs else y
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Shift(Passthrough):
+    """A block that comes down to x + bias, one bias a channel."""
+
+    def __init__(self, bias: Tensor, *, channel_dim: int = -1, outputs: int = 0) -> None:
+        super().__init__(outputs=outputs)
         self.bias = nn.Parameter(bias)
         self.channel_dim = channel_dim
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        x: Tensor = _first(args, kwargs)
+    def _compute(self, x: Tensor) -> Tensor:
         return x + _per_channel(self.bias, x, self.channel_dim)
 
 
-class Constant(nn.Module):
+class Constant(Passthrough):
     """A block whose output is `value`, one number a channel, at every position of its input."""
 
-    def __init__(self, value: Tensor, *, channel_dim: int = -1) -> None:
-        super().__init__()
+    def __init__(self, value: Tensor, *, channel_dim: int = -1, outputs: int = 0) -> None:
+        super().__init__(outputs=outputs)
         self.value = nn.Parameter(value)
         self.channel_dim = channel_dim
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        x: Tensor = _first(args, kwargs)
+    def _compute(self, x: Tensor) -> Tensor:
         shape = list(x.shape)
         shape[self.channel_dim] = self.value.numel()
         # A copy: the caller may write to it, as to any layer's output.
         return _per_channel(self.value, x, self.channel_dim).expand(shape).clone(memory_format=torch.contiguous_format)
-
-
-class Passthrough(nn.Module):
-    """A block that does nothing: returns the first of its arguments."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _first(args, kwargs)
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else next(iter(kwargs.values()))
 
 
 def _per_channel(values: Tensor, x: Tensor, channel_dim: int) -> Tensor:
@@ -350,20 +352,20 @@ class NarrowMultiheadAttention(nn.Module):
         q, k, v = (self._heads(x, batched) for x in self._project(query, key, value))
         use_hint = is_causal and key_padding_mask is None and not need_weights
         mask = None if use_hint else self._mask(attn_mask, key_padding_mask, q, k)
-        dropout = self.dropout if self.training else 0.0
         weights: Tensor | None = None
         if need_weights:
             scores = q * self.scale @ k.transpose(-2, -1)
-            weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
+            scores = scores if mask is None else scores + mask
+            weights = F.dropout(scores.softmax(-1), self.dropout, self.training)
             out = weights @ v
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights.squeeze(0)
         else:
+            dropout = self.dropout if self.training else 0.0
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout, use_hint, scale=self.scale)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
-        if not batched:
-            return out.squeeze(0), weights
-        return out if self.batch_first else out.transpose(0, 1), weights
+        out = out.permute(2, 0, 1, 3) if batched and not self.batch_first else out.transpose(1, 2)
+        out = self.out_proj(out.flatten(2))
+        return out if batched else out.squeeze(0), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         packed, bias, rows = self.in_proj_weight, self.in_proj_bias, self._rows
@@ -381,13 +383,12 @@ class NarrowMultiheadAttention(nn.Module):
 
     def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """Both masks as one, to be added to the scores."""
-        (batch, heads, length, _), source = q.shape, k.size(2)
         total = None
         if attn_mask is not None:
-            each = (1, 1) if attn_mask.dim() == 2 else (batch, heads)
-            total = _additive(attn_mask, q.dtype).view(*each, length, source)
+            each = (1, 1) if attn_mask.dim() == 2 else (q.size(0), self.num_heads)
+            total = _additive(attn_mask, q.dtype).reshape(*each, *attn_mask.shape[-2:])
         if key_padding_mask is not None:
-            padding = _additive(key_padding_mask, q.dtype).view(batch, 1, 1, source)
+            padding = _additive(key_padding_mask, q.dtype).reshape(q.size(0), 1, 1, k.size(2))
             total = padding if total is None else total + padding
         return total
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Fold:
     """Constants that an affine module takes into its bias, which is created where there is none."""
 
-    module: str
+    weight: str
     bias: str | None
     rows: int  # dimension of the weight that holds the outputs
     delta: Tensor
@@ -49,9 +49,9 @@ class Plan:
     """Edits by name. Everything here is about the model as it was before any edit."""
 
     slices: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dimension -> indices that stay
-    folded: dict[str, Fold] = field(default_factory=dict)  # by weight
+    folded: dict[str, Fold] = field(default_factory=dict)  # by bias
     constant: dict[str, ConstantRows] = field(default_factory=dict)  # by weight
-    scaled: list[tuple[str, Tensor, float]] = field(default_factory=list)
+    scaled: dict[str, tuple[Tensor, float]] = field(default_factory=dict)  # parameter -> rows, factor
     replaced_values: dict[str, Tensor] = field(default_factory=dict)
     indices: dict[str, Tensor] = field(default_factory=dict)  # module -> input channels it gathers
     groups: dict[str, int] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Plan:
     # What rules say in `absorb`:
 
     def fold(self, op: Op, delta: Tensor) -> None:
-        self.folded[op.memo["weight"]] = _fold(op, delta)
+        self.folded[op.param("bias") or op.memo["weight"]] = _fold(op, delta)
 
     def constant_rows(self, op: Op, values: Tensor, only: Tensor | None = None) -> None:
         which = torch.ones(len(values), dtype=torch.bool) if only is None else only
@@ -95,9 +95,9 @@ class Plan:
             rows = torch.isin(dims[0], labels) if dims and dims[0] is not None else None
             if rows is None or not bool(rows.any()):
                 continue
-            self.scaled.append((name, rows, factor))
+            self.scaled[name] = (rows, factor)
             for bias in {op.param("bias") for op in ctx.readers.get(name, []) if op.param("weight") == name} - {None}:
-                self.scaled.append((str(bias), rows, factor))
+                self.scaled[str(bias)] = (rows, factor)
 
     def rescale_attribute(self, module: str, old: float, new: float) -> None:
         self.rescaled[module] = (old, new)
@@ -107,7 +107,7 @@ class Plan:
 
 
 def _fold(op: Op, delta: Tensor) -> Fold:
-    return Fold(op.module, op.param("bias"), op.memo["geometry"].rows, delta)
+    return Fold(op.memo["weight"], op.param("bias"), op.memo["geometry"].rows, delta)
 
 
 def make_plan(ctx: Analysis, live: Live) -> Plan:

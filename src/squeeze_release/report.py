@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -58,6 +58,8 @@ class Report:
     kept: tuple[Kept, ...]
     verification: Verification | None
     seconds: float
+    plan: Plan
+    """What was done, parameter by parameter: `plan.slices` says which indices stayed."""
 
     @property
     def params_before(self) -> int:
@@ -90,7 +92,7 @@ class Report:
         return self.verification.max_error if self.verification else None
 
     def __str__(self) -> str:
-        console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console = Console(width=140, record=True, file=io.StringIO())
         for table in self.__rich_tables__():
             console.print(table)
         return console.export_text().rstrip()
@@ -105,6 +107,7 @@ class Report:
 
 def _layer_table(layers: tuple[Layer, ...]) -> Table:
     table = Table("layer", "width", "", "parameters", "", box=box.SIMPLE_HEAD)
+    table.columns[0].no_wrap = True
     for column in (3, 4):
         table.columns[column].justify = "right"
     for layer in layers:
@@ -136,7 +139,7 @@ def _totals(report: Report) -> Table:
 
 def make_report(ctx: Analysis, live: Live, plan: Plan, old: nn.Module, new: nn.Module, proof: Verification | None,
                 seconds: float) -> Report:
-    return Report(count(old), count(new), _layers(old, new), _kept(ctx, live, plan), proof, seconds)
+    return Report(count(old), count(new), _layers(old, new), _kept(ctx, live, plan), proof, seconds, plan)
 
 
 def _layers(old: nn.Module, new: nn.Module) -> tuple[Layer, ...]:
@@ -188,6 +191,3 @@ def _kept(ctx: Analysis, live: Live, plan: Plan) -> tuple[Kept, ...]:
             for label in labels[zero & live[labels]].tolist():
                 found[op.module, what, str(live.reason(label))] += 1
     return tuple(Kept(name or "(model)", what, number, reason) for (name, what, reason), number in found.items())
-
-
-__all__ = ["Kept", "Layer", "Report", "make_report", "torch"]

@@ -45,11 +45,11 @@ class Tensors:
 def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
     """Narrow a model in place; returns it (a model that is itself a single layer may be another object)."""
     tensors = Tensors(model)
-    for weight, rows in plan.constant.items():
-        _make_constant(tensors, weight, rows)
-    for weight, fold in plan.folded.items():
-        _add_to_bias(tensors, weight, fold)
-    for name, which, factor in plan.scaled:
+    for rows in plan.constant.values():
+        _make_constant(tensors, rows, plan)
+    for fold in plan.folded.values():
+        _add_to_bias(tensors, fold, plan)
+    for name, (which, factor) in plan.scaled.items():
         old = tensors[name]
         scale = torch.where(which, factor, 1.0).double().to(old.device)
         tensors[name] = old.double() * scale.reshape(-1, *[1] * (old.dim() - 1))
@@ -63,8 +63,9 @@ def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
     return _refit(model, plan)
 
 
-def _make_constant(tensors: Tensors, weight: str, rows: ConstantRows) -> None:
+def _make_constant(tensors: Tensors, rows: ConstantRows, plan: Plan) -> None:
     """Zero the rows of a weight and let its bias hold their value."""
+    weight = rows.fold.weight
     old = tensors[weight]
     keep = (~rows.only).to(old.device, old.dtype)
     if rows.fold.rows == 0:
@@ -73,20 +74,19 @@ def _make_constant(tensors: Tensors, weight: str, rows: ConstantRows) -> None:
         tensors[weight] = old * keep.reshape(1, -1, *[1] * (old.dim() - 2))
     bias = tensors[rows.fold.bias].double() if rows.fold.bias else torch.zeros_like(rows.fold.delta, device=old.device)
     delta = torch.where(rows.only.to(old.device), rows.fold.delta.to(old.device) - bias, 0.0)
-    _add_to_bias(tensors, weight, replace(rows.fold, delta=delta))
+    _add_to_bias(tensors, replace(rows.fold, delta=delta), plan)
 
 
-def _add_to_bias(tensors: Tensors, weight: str, fold: Fold) -> None:
+def _add_to_bias(tensors: Tensors, fold: Fold, plan: Plan) -> None:
     if fold.bias is not None:
         old = tensors[fold.bias]
         tensors[fold.bias] = old.double() + fold.delta.to(old.device)
         return
-    like = tensors[weight]
-    new = nn.Parameter(fold.delta.to(like.device, like.dtype), requires_grad=like.requires_grad)
-    path, _, attribute = weight.rpartition(".")
-    tensors.model.get_submodule(path).bias = new
-    name = weight.removesuffix(attribute) + "bias"
-    tensors.names[name] = [name]
+    like = tensors[fold.weight]
+    index = plan.slices.get(fold.weight, {}).get(fold.rows)
+    delta = fold.delta if index is None else fold.delta[index]
+    new = nn.Parameter(delta.to(like.device, like.dtype), requires_grad=like.requires_grad)
+    tensors.model.get_submodule(fold.weight.rpartition(".")[0]).bias = new
 
 
 def _refit(model: nn.Module, plan: Plan) -> nn.Module:
@@ -153,11 +153,12 @@ def _stand_in(module: nn.Module, replacement: Replacement) -> nn.Module:
     like = next(module.parameters())
     new: nn.Module
     if replacement.kind == "passthrough":
-        new = Passthrough()
+        new = Passthrough(outputs=replacement.outputs)
     else:
         assert replacement.value is not None
         numbers = replacement.value.to(like.device, like.dtype)
-        new = (Shift if replacement.kind == "shift" else Constant)(numbers, channel_dim=replacement.channel_dim)
+        new = (Shift if replacement.kind == "shift" else Constant)(
+            numbers, channel_dim=replacement.channel_dim, outputs=replacement.outputs)
         for parameter in new.parameters():
             parameter.requires_grad_(any(p.requires_grad for p in module.parameters()))
     return _inherit(new, module)

@@ -29,6 +29,7 @@ class ModuleCall:
     count: int = 0
     shape_in: tuple[int, ...] | None = None
     shape_out: tuple[int, ...] | None = None
+    outputs: int = 0  # 0: a tensor; n: a tuple of n with a tensor first and nothing but None after it
 
 
 @dataclass(eq=False)
@@ -135,6 +136,8 @@ def _probe(model: nn.Module, call: Call) -> dict[str, ModuleCall]:
             seen = calls[name]
             seen.count += 1
             seen.shape_in = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else None
+            if isinstance(output, tuple) and output and not any(rest is not None for rest in output[1:]):
+                seen.outputs, output = len(output), output[0]
             seen.shape_out = tuple(output.shape) if isinstance(output, Tensor) else None
 
         handles.append(module.register_forward_pre_hook(enter))

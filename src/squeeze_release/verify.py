@@ -14,16 +14,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import InputError, VerificationError
-from .masks import WIDER, copy_model, to_float64, widen
+from .masks import InFloat64, copy_model, to_float64, widen
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Outputs = dict[str, Any]
@@ -34,7 +33,6 @@ _COARSEST_ROUNDING = 0.2  # float8
 # Attributes that choose between two implementations, and the other value of each.
 _SWITCHES = ("fused_attn", "_attn_implementation")
 _OTHER: dict[Any, Any] = {True: False, False: True, "sdpa": "eager", "eager": "sdpa"}
-_MODES = ("no_grad", "grad")
 _SMALLEST_SCALE = 1e-6
 _MASKED = 1e9  # entries this large may stand for infinity: equal ones do not set the scale that errors are measured on
 
@@ -43,12 +41,9 @@ _MASKED = 1e9  # entries this large may stand for infinity: equal ones do not se
 class Verification:
     """What was compared, and how far apart the networks are: max |new - old| / max |old|, the worst output tensor."""
 
-    max_error: float
-    """In float64, over all variants."""
-    max_error_user: float
-    """On the example calls in the user's own dtype: rounding."""
-    variants: tuple[tuple[str, float], ...]
-    """Each variant that the original runs on, and its error."""
+    max_error: float  # in float64, over all variants
+    max_error_user: float  # on the example calls in the user's own dtype: rounding
+    variants: tuple[tuple[str, float], ...]  # each one that the original runs on, and its error
     seconds: float
 
 
@@ -70,11 +65,14 @@ class _Finding:
     ops: tuple[Any, ...] = ()  # the operators that both networks ran
 
 
-def verify(old: nn.Module, new: nn.Module, calls: list[Call], *, tolerance: float = 1e-10) -> Verification:
+def verify(
+    old: nn.Module, new: nn.Module, calls: list[Call], *, exact: nn.Module | None = None, tolerance: float = 1e-10
+) -> Verification:
     """Compare two models on example calls `(args, kwargs)` and on variations of them; neither model is changed.
 
-    Raises VerificationError where they differ by more than `tolerance`, relative to an output's largest entry. Forward
-    hooks belong to the model and run with it.
+    `exact` is `new` before its weights were rounded to the user's dtype; the float64 runs take it in place of `new`.
+    Raises VerificationError where the outputs differ by more than `tolerance`, relative to the largest entry of each.
+    Forward hooks belong to the model and run with it.
     """
     if not calls:
         raise ValueError("verify needs at least one example call")
@@ -84,6 +82,7 @@ def verify(old: nn.Module, new: nn.Module, calls: list[Call], *, tolerance: floa
     with _isolated(old):
         rounding = _rounding_allowed(old, calls)
         rounded = [_run_rounded(old, new, call) for call in calls] if rounding > _ROUNDING[torch.float64] else []
+        new = new if exact is None else copy_model(exact).eval()
         to_float64(old)
         to_float64(new)
         findings = [finding for call in calls for finding in _compare_call(old, new, _map_tensors(call, widen))]
@@ -95,25 +94,22 @@ def verify(old: nn.Module, new: nn.Module, calls: list[Call], *, tolerance: floa
 
 
 def _compare_call(old: nn.Module, new: nn.Module, call: Call) -> Iterator[_Finding]:
-    example = _compare_modes(old, new, "example", call, _MODES)
+    def compare(name: str, inputs: Call, modes: tuple[str, ...], switch: str = "") -> list[_Finding]:
+        variants = [_Variant(f"{name}, {mode}", inputs, mode == "grad", switch) for mode in modes]
+        return [finding for variant in variants if (finding := _compare(old, new, variant))]
+
+    example = compare("example", call, ("no_grad", "grad"))
     if not example:
         raise _does_not_run(old, call)
     yield from example
     # Where gradients choose no other operators, the variants below need not run twice.
-    modes = _MODES if len({finding.ops for finding in example}) > 1 else _MODES[:1]
+    modes = ("no_grad",) if len({finding.ops for finding in example}) == 1 else ("no_grad", "grad")
     for alternatives in _input_variants(call):
-        found = (_compare_modes(old, new, name, inputs, modes) for name, inputs in alternatives)
+        found = (compare(name, inputs, modes) for name, inputs in alternatives)
         yield from next(filter(None, found), [])  # the first alternative that the original takes is enough
     for switch in _SWITCHES:
         if _switchable(old, switch):
-            yield from _compare_modes(old, new, f"{switch} switched", _random(call), _MODES[:1], switch)
-
-
-def _compare_modes(
-    old: nn.Module, new: nn.Module, name: str, call: Call, modes: tuple[str, ...], switch: str = ""
-) -> list[_Finding]:
-    variants = [_Variant(f"{name}, {mode}", call, mode == "grad", switch) for mode in modes]
-    return [finding for variant in variants if (finding := _compare(old, new, variant))]
+            yield from compare(f"{switch} switched", _random(call), ("no_grad",), switch)
 
 
 def _compare(old: nn.Module, new: nn.Module, variant: _Variant) -> _Finding | None:
@@ -133,7 +129,7 @@ def _run(model: nn.Module, variant: _Variant, seed: int = 0) -> tuple[_Outputs, 
     """The outputs, and the operators that ran."""
     args, kwargs = copy.deepcopy(variant.call)  # a model may write into its inputs
     _seed(model, seed)
-    mode = _InFloat64(variant.lift)
+    mode = InFloat64(variant.lift)
     with _switched(model, variant.switch), torch.set_grad_enabled(variant.grad), mode:
         return dict(_leaves(model(*args, **kwargs))), mode.ops
 
@@ -167,13 +163,13 @@ def _raising(variant: _Variant, error: Exception) -> _Finding:
 
 
 def _does_not_run(old: nn.Module, call: Call) -> InputError:
+    why: Exception | None = None
     try:
         _run(old, _Variant("example", call, grad=False))
-        why = "it did at the third try"
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
+        why = error
     return InputError(
-        f"the original does not run on the example inputs in float64: {why}",
+        f"the original does not run on the example inputs in float64: {type(why).__name__}: {why}",
         where=type(old).__name__,
         consequence="old and new cannot be compared; your model is untouched",
         remedy="correct the example inputs; if they run in the model's own dtype only, pass verify=False",
@@ -197,11 +193,11 @@ def _leaf_error(old: Any, new: Any) -> float:
         return math.inf
     new = new.to(old.device)
     wrong = ~((old == new) | (old.isnan() & new.isnan()))  # equal infinities are equal
-    if not wrong.any():
-        return 0.0
+    if not wrong.any() or not _is_inexact(old):
+        return math.inf if wrong.any() else 0.0
     size = old.abs()
     scale = size[wrong | (size < _MASKED)].max().clamp(min=_SMALLEST_SCALE)
-    error = float(((new - old).abs()[wrong] / scale).max()) if _is_inexact(old) else math.inf
+    error = float(((new - old).abs()[wrong] / scale).max())
     return error if math.isfinite(error) else math.inf
 
 
@@ -236,7 +232,7 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _rounding_allowed(model: nn.Module, calls: list[Call]) -> float:
-    dtypes = {tensor.dtype for tensor in [*model.parameters(), *_tensors_of(calls)] if tensor.is_floating_point()}
+    dtypes = {tensor.dtype for tensor in [*model.parameters(), *_tensors_in(calls)] if tensor.is_floating_point()}
     return max((_ROUNDING.get(dtype, _COARSEST_ROUNDING) for dtype in dtypes), default=_ROUNDING[torch.float64])
 
 
@@ -272,7 +268,7 @@ def _floats(outputs: _Outputs) -> _Outputs:
 
 def _input_variants(call: Call) -> Iterator[list[tuple[str, Call]]]:
     """Lists of alternatives, of which one is enough; few samples, for float64 is slow."""
-    tensors, few = _tensors_of(call), call
+    tensors, few = _tensors_in(call), call
     batches = {tensor.shape[0] for tensor in tensors if tensor.ndim}
     if len(batches) == 1 and (batch := batches.pop()) > 0:
         several, few_samples = 3 if batch != 3 else 2, 1 if batch > 1 else 2
@@ -283,10 +279,11 @@ def _input_variants(call: Call) -> Iterator[list[tuple[str, Call]]]:
     else:
         yield [("random inputs", _random(call))]
     if any(tensor.is_floating_point() and tensor.ndim >= 3 for tensor in tensors):
-        yield [("other resolution", _random(few, partial(_other_resolution, last=last))) for last in (2, 1)]
+        stretched, alike = (partial(_other_resolution, last=last) for last in (2, 1))
+        yield [("other resolution", _random(*inputs)) for inputs in ((few, stretched), (few, alike), (call, alike))]
     for old in [t.shape[1] for t in tensors if t.ndim == (3 if t.is_floating_point() else 2) and t.shape[1] > 1][:1]:
-        news = (old + _step(old), old // 2)
-        yield [("other length", _random(few, partial(_other_length, old=old, new=new))) for new in news]
+        longer, shorter = (partial(_other_length, old=old, new=new) for new in (old + _step(old), old // 2))
+        yield [("other length", _random(*inputs)) for inputs in ((few, longer), (few, shorter), (call, longer))]
 
 
 def _other_resolution(tensor: Tensor, last: int) -> Tensor:
@@ -311,9 +308,8 @@ def _step(size: int) -> int:
 
 def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
     """Cut, or repeated from the start."""
-    if tensor.ndim == 0:
-        return tensor
-    return tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
+    places = torch.arange(size, device=tensor.device) % tensor.shape[dim] if tensor.ndim else None
+    return tensor if places is None else tensor.index_select(dim, places)
 
 
 def _random(call: Call, reshape: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Call:
@@ -335,46 +331,16 @@ def _random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.empty_like(tensor).copy_(values)
 
 
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def _map_tensors(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
     """The new tensors are leaves, for only leaves can be copied, and keep requires_grad: forces are -dE/dx."""
     mapped: Call = pytree.tree_map_only(
         Tensor, lambda tensor: change(tensor.detach()).detach().requires_grad_(tensor.requires_grad), call
     )
     return mapped
-
-
-def _tensors_of(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-class _InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Casts to lower precision become casts to float64: transformers' RMSNorm computes in float32 on purpose."""
-
-    def __init__(self, lift: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lift, self.ops = lift, list[Any]()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.ops.append(func)
-        if not self.lift or func is torch.ops.aten.view.dtype:  # which reads the same bits as another type
-            return func(*args, **(kwargs or {}))
-        args = tuple(_wider_dtype(value) for value in args)
-        kwargs = {name: _wider_dtype(value) for name, value in (kwargs or {}).items()}
-        result = func(*args, **kwargs)
-        return widen(result) if _creates_tensor(func) and isinstance(result, Tensor) else result
-
-
-def _wider_dtype(value: Any) -> Any:
-    return WIDER.get(value, value) if isinstance(value, torch.dtype) else value
-
-
-@cache
-def _creates_tensor(func: Any) -> bool:
-    # zeros(n) without a dtype would take float32 and round what is written into it; lift_fresh is torch.tensor(0.5).
-    takes_tensor = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
-    return not takes_tensor or func is torch.ops.aten.lift_fresh.default
 
 
 @contextlib.contextmanager

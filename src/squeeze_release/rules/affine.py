@@ -175,7 +175,7 @@ class Affine(Rule):
             and isinstance(op.out, Fact)
             and not bool(compact(op.out.value).isnan().any())
             and ctx.can_fold(op)
-            and len(ctx.constants[op.memo["weight"]]) == 1
+            and not ctx.shared(op.memo["weight"], op)
         )
 
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
@@ -185,7 +185,7 @@ class Affine(Rule):
         if op in ctx.cut:
             assert isinstance(op.out, Fact)
             plan.constant_rows(op, uniform(op.out.value, geometry.channel))
-        elif name not in plan.folded:
+        else:
             self._fold(op, ctx, live, plan)
         if geometry.groups > 1 and ctx.param_labels(name, geometry.columns) is None:
             self._gather(op, ctx, live, plan)

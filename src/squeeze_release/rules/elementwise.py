@@ -21,7 +21,7 @@ relu_ gelu_ silu_ selu_ elu_ celu_ tanh_ sigmoid_ hardswish_ hardsigmoid_ hardta
 clamp_.default neg_ exp_ sqrt_ abs_ square_""".split()
 
 IDENTITY = """dropout alpha_dropout feature_dropout feature_alpha_dropout dropout_ clone contiguous alias detach detach_
-lift_fresh_copy lift_fresh to.dtype to.device to.dtype_layout to.other _to_copy type_as view.dtype""".split()
+lift_fresh_copy lift_fresh to.dtype to.device to.dtype_layout to.other _to_copy type_as""".split()
 
 BINARY = """add.Tensor sub.Tensor mul.Tensor div.Tensor add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor
 add.Scalar sub.Scalar mul.Scalar div.Scalar add_.Scalar sub_.Scalar mul_.Scalar div_.Scalar rsub.Scalar rsub.Tensor

@@ -40,7 +40,7 @@ class IndexSelect(Rule):
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         name, out, x = op.param("index"), blank(op), op.given["self"]
-        if name is None or not isinstance(out, Fact):
+        if name is None or not isinstance(out, Fact) or ctx.shared(name, op):
             return super().forward(op, ctx)
         dim = op.given["dim"] % len(x.shape)
         index = ctx.tensor(name)

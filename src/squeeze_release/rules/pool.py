@@ -32,7 +32,7 @@ def keep_uniform(value: Tensor, dims: tuple[int, ...]) -> Tensor:
       "upsample_trilinear3d", "upsample_nearest3d", "_upsample_nearest_exact2d")
 class Pool(Rule):
     """Windows over the trailing dimensions. A constant stays itself, but average pooling that counts its zero padding
-    keeps only 0."""
+    (or divides by a number of its own) keeps only 0."""
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, outs = next(op.facts()), blank(op)
@@ -41,7 +41,7 @@ class Pool(Rule):
             if set(varying(layer)) & set(spatial):
                 ctx.pin(layer, op, "a window slides over it")
         value = keep_uniform(x.value, spatial)
-        if op.given.get("count_include_pad") and any(op.given["padding"]):
+        if op.given.get("divisor_override") or (op.given.get("count_include_pad") and any(op.given["padding"])):
             value = torch.where(value == 0, value, torch.nan)
         layers = [compact(layer) for layer in passed_on(x, spatial)]
 

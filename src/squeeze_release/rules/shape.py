@@ -17,7 +17,7 @@ from .elementwise import combine_layers
 if TYPE_CHECKING:
     from ..analyse import Analysis
 
-MOVES = """view reshape _unsafe_view flatten.using_ints unflatten.int permute transpose.int t unsqueeze squeeze.default
+MOVES = """view.default reshape _unsafe_view flatten.using_ints unflatten.int permute transpose.int t unsqueeze squeeze.default
 squeeze.dim squeeze.dims expand slice.Tensor select.int narrow movedim.int movedim.intlist swapaxes swapdims mT
 expand_as view_as numpy_T repeat tile repeat_interleave.self_int""".split()
 
@@ -27,6 +27,9 @@ class Move(Rule):
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x = next(op.facts())
+        if op.given.get("step", 1) != 1:
+            for layer in x.along(op.given["dim"]):
+                ctx.pin(layer, op, "every n-th channel is taken")
         layers = [self.run(op, layer) for layer in x.layers]
         for before, after in zip(x.layers, layers, strict=True):
             register(op, ctx, after, reordered=self._reorders(op, before))
