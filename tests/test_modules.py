@@ -105,12 +105,12 @@ def test_norm_can_be_narrowed_again() -> None:
     constants = torch.randn(6, dtype=F64)
     full, small = nn.LayerNorm(11, 0.5, bias=False, dtype=F64), norms(8, constants[:3], bias=False)[1]
     small.merge(constants[3:])
-    small.eps = 0.5
-    small.weight = nn.Parameter(full.weight[:5].detach())
-    x = torch.randn(4, 5, dtype=F64)
+    x = torch.randn(4, 8, dtype=F64)
+    for name, value in (("eps", 0.5), ("weight", nn.Parameter(full.weight[:5].detach()))):
+        setattr(small, name, value)
+        x = x[:, : small.normalized_shape[0]]
+        close(copy.deepcopy(small).float()(x.float()).double(), small(x), 1e-6)  # float32 reads copies of its own
     close(small(x), full_width(full, x, constants))
-    close(copy.deepcopy(small).float()(x.float()).double(), small(x), 1e-6)  # float32 reads copies of its own
-    assert small.normalized_shape == (5,)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -197,9 +197,10 @@ def test_norm_exports(strict: bool) -> None:
     constants = torch.randn(3, dtype=F64)
     full, small = norms(5, constants)
     example, batch = torch.randn(4, 5, dtype=F64), {"x": {0: torch.export.Dim("batch")}}
-    program = torch.export.export(small, (example,), dynamic_shapes=batch, strict=strict).run_decompositions()
+    with torch.no_grad():
+        program = torch.export.export(small, (example,), dynamic_shapes=batch, strict=strict)
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert all(target.startswith("aten.") for target in targets) and "aten._local_scalar_dense.default" not in targets
+    assert all(t.startswith("aten.") and "_." not in t and "scalar" not in t for t in targets), "no plain ops"
     x = torch.randn(7, 5, dtype=F64)
     close(program.module()(x), full_width(full, x, constants))
 
@@ -249,8 +250,7 @@ def test_indexed_shares_parameters_hooks_and_mode() -> None:
     new(torch.randn(2, 4))
     handle.remove()
     new(torch.randn(2, 4))
-    assert calls == [1]
-    assert new.half().index.dtype == torch.int64
+    assert calls == [1] and new.half().index.dtype == torch.int64
 
 
 def test_indexed_constructors() -> None:
@@ -297,7 +297,7 @@ def test_trivial_blocks(channel_dim: int, shape: tuple[int, ...]) -> None:
     wide[channel_dim] = 6
     assert out.shape == tuple(wide) and torch.equal(out.narrow(channel_dim, 3, 3), (x * 0 + spread))
     F.relu(out, inplace=True).sum().backward()  # as a layer's output, it may be written to
-    assert modules.Passthrough()(x, values) is x and modules.Passthrough()(hidden=x, mask=values) is x
+    assert modules.Passthrough()(x, values) is x and modules.Passthrough(outputs=2)(hidden=x, mask=values) == (x, None)
     assert block.value[1] == -1 and block.value.grad[1] == 0 and block.value.grad[0] > 0
 
 

@@ -233,13 +233,11 @@ class TestOutputs:
     def test_another_structure(self, old, new):
         failure(*pair(nn.Linear(3, 2), old, new), torch.randn(2, 3))
 
-    @pytest.mark.parametrize(("relative", "fails"), [(1e-9, True), (1e-11, False)])
-    def test_tolerance(self, relative, fails):
-        old, new = pair(nn.Linear(3, 2), lambda y: 1e5 * y, lambda y: 1e5 * y * (1 + relative))
-        if fails:
-            assert "1.0e-09" in failure(old, new, torch.randn(2, 3)).what
-        else:
-            assert 0 < verify(old, new, [((torch.randn(2, 3),), {})]).max_error < 1e-10
+    def test_tolerance(self):
+        old, new = pair(nn.Linear(3, 2), lambda y: 1e5 * y, lambda y: 1e5 * y * (1 + 1e-9))
+        assert "1.0e-09" in failure(old, new, torch.randn(2, 3)).what
+        old, new = pair(nn.Linear(3, 2), lambda y: 1e5 * y, lambda y: 1e5 * y * (1 + 1e-11))
+        assert 0 < verify(old, new, [((torch.randn(2, 3),), {})]).max_error < 1e-10
 
     def test_masked_logits_do_not_hide_an_error(self):
         def masked(y: Tensor) -> Tensor:
@@ -326,11 +324,10 @@ class TestPrecision:
         result = verify(old, new, [((torch.randn(2, 3),), {})], exact=exact)
         assert result.max_error < 1e-14 and 0 < result.max_error_user < 1e-6
 
-    def test_autocast_around_the_call(self):
-        old, new = permuted()
+    def test_autocast_around_the_call_is_off_inside(self):
+        old, new = pair(nn.Linear(3, 2), lambda y: y * (1 + torch.is_autocast_enabled("cpu")), lambda y: y)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            result = verify(old, new, [((torch.randn(4, 9),), {})])
-        assert result.max_error < 1e-14 and result.max_error_user < 1e-5
+            verify(old, new, [((torch.randn(2, 3),), {})])
 
 
 def noisy(width: int) -> nn.Module:
@@ -373,8 +370,7 @@ class TestLeavesEverythingAsItWas:
 
     def test_also_when_it_fails(self):
         old, new = conv_net(), conv_net()
-        before = self.everything(old)[1]
-        state = torch.get_rng_state()
+        before, state = self.everything(old)[1], torch.get_rng_state()
         failure(old, new, torch.randn(2, 3, 8, 8, generator=torch.Generator()))
         assert self.everything(old)[1] == before and torch.equal(torch.get_rng_state(), state)
 

@@ -39,6 +39,7 @@ class Analysis:
         self.constants: dict[str, list[Tensor]] = {}  # reader -> the constants it saw, one vector a call
         self.param_dims: dict[str, list[Tensor | None]] = {}
         self.readers: dict[str, list[Op]] = {}
+        self.constant_labels = torch.zeros(0, dtype=torch.int64)  # channels written as constants
         self.refused: dict[str, int] = {}
         self.whole: set[str] = set()  # modules that are not replaced
         self.cut: set[Op] = set()
@@ -113,15 +114,15 @@ class Analysis:
 
     def refuse(self, module: str, text: str) -> bool:
         """The code of a module did not follow: let less go from it. Step by step: heads only; no heads; nothing."""
-        swapped = {path for path in self.dead if path == module or path.startswith(f"{module}.") or module.startswith(f"{path}.")}
+        swapped = {path for path in self.dead if blocks.within(path, module) or blocks.within(module, path)}
         if swapped - self.whole:
             self.whole |= swapped
             return True
         step = self.refused[module] = self.refused.get(module, 0) + 1
         grids = [grid for grid in self.grids if grid.module == module]
-        if step == 1 and any(not grid.rigid for grid in grids):
+        if step == 1 and any(grid.ragged and not grid.rigid for grid in grids):
             for grid in grids:
-                grid.rigid = True
+                grid.rigid = grid.ragged
         elif step <= 2 and grids:
             self.refused[module] = 2
             self.pins += [(grid.labels.unique(), module, text) for grid in grids]
@@ -184,9 +185,11 @@ class Analysis:
         """The smallest set of classes that must stay."""
         self.grids.sort(key=lambda grid: -grid.labels.size(1))
         borders = blocks.borders(self)
-        self.dead = blocks.find(self, borders)
-        self.cut, self.wanted = blocks.wanted(self, borders)
+        self.dead = found = blocks.find(self, borders)
+        self.cut, self.wanted, read = blocks.wanted(self, borders)
+        self.dead = {name: found[name] for name in read}
         self.dead |= blocks.unread(self, borders)
+        self.dead = blocks.outermost({**found, **self.dead})
         live = Live(self.labels)
         for op in self.ops:
             op.memo.pop("done", None)
@@ -215,9 +218,9 @@ class Analysis:
                 live.mark(layer.unique(), "output", "an output of the model")
         for labels, where, text in self.pins:
             live.mark(labels, where, text)
-        for name, dims in self.param_dims.items():
-            if any(name == kept or name.startswith(f"{kept}.") for kept in self.keep):
-                for labels in dims:
+        for name, canonical in self._canonical.items():
+            if any(blocks.within(name, kept) for kept in self.keep):
+                for labels in self.param_dims.get(canonical, ()):
                     if labels is not None:
                         live.mark(labels, name, "named in keep=")
 
@@ -227,13 +230,15 @@ class Analysis:
             grid.settle(live, least=1)
             if live.grown:
                 return
-        for name, dims in self.param_dims.items():
-            if blocks.inside(name, self.dead):
-                continue
-            for labels in dims:
-                if labels is not None and not bool(live[labels].any()):
-                    live.mark(labels[:1], name, "a layer keeps at least one channel")
-                    return  # one may do for many: look again before marking another
+        vectors = [(name, labels) for name, dims in self.param_dims.items() if not blocks.inside(name, self.dead) for labels in dims]
+        vectors += [(name, replacement.labels) for name, replacement in self.dead.items()]
+        for name, labels in vectors:
+            if labels is not None and not bool(live[labels].any()):
+                # A constant needs nothing and is exact, which matters if its readers would have folded it.
+                constant = labels[torch.isin(live.root[labels], live.root[self.constant_labels])]
+                pick = constant[:1] if len(constant) else labels[:1]
+                live.mark(pick, name, "a layer keeps at least one channel", filler=not len(constant))
+                return  # one may do for many: look again before marking another
 
 
 def analyse(model: nn.Module, traces: list[Trace], rules: str, keep: Collection[str]) -> Analysis:

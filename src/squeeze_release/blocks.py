@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from .facts import Fact, compact, uniform, varying
+from .modules import Passthrough
 from .rules import RULES, Op
 from .rules.elementwise import Identity, Unary
+from .rules.pool import Pool, Reduce
 
 if TYPE_CHECKING:
     from .analyse import Analysis
@@ -36,8 +38,17 @@ class Replacement:
         return self.value is None or other.value is None or torch.equal(self.value, other.value)
 
 
+def within(name: str, module: str) -> bool:
+    """Whether a dotted name is that module or in it; "" is the model."""
+    return not module or name == module or name.startswith(f"{module}.")
+
+
 def inside(name: str, modules: dict[str, Replacement]) -> bool:
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
+    return any(within(name, module) for module in modules)
+
+
+def outermost(modules: dict[str, Replacement]) -> dict[str, Replacement]:
+    return {name: r for name, r in modules.items() if not inside(name.rpartition(".")[0], modules)}
 
 
 class Borders:
@@ -45,7 +56,7 @@ class Borders:
 
     def __init__(self, trace: Trace, ctx: Analysis) -> None:
         self.trace = trace
-        self.facts = {op.node: op.out for op in ctx.ops if op.trace is trace}
+        self.ops = {op.node: op for op in ctx.ops if op.trace is trace}
         self.inner: dict[str, list[fx.Node]] = {}
         for node in trace.nodes:
             for path in trace.paths[node]:
@@ -74,6 +85,8 @@ def find(ctx: Analysis, every: list[Borders]) -> dict[str, Replacement]:
     for name, module in ctx.model.named_modules():
         if not name or inside(name, found) or not any(True for _ in module.parameters()) or _kept(name, ctx):
             continue
+        if isinstance(module, Passthrough):  # a stand-in already
+            continue
         options = [_replacement(border, name, module) for border in every if border.trace.calls[name].count]
         first = options[0] if options else None
         if first is not None and all(first.same(other) for other in options):
@@ -81,11 +94,12 @@ def find(ctx: Analysis, every: list[Borders]) -> dict[str, Replacement]:
     return found
 
 
-def wanted(ctx: Analysis, every: list[Borders]) -> tuple[set[Op], set[Op]]:
-    """Ops cut off from their input because their output is constant, and ops whose numbers still matter."""
+def wanted(ctx: Analysis, every: list[Borders]) -> tuple[set[Op], set[Op], set[str]]:
+    """Ops cut off from their input because their output is constant; ops, and replaced modules, that still matter."""
     by_node = {op.node: op for op in ctx.ops}
     cut: set[Op] = set()
     needed: set[Op] = set()
+    read: set[str] = set()
     for border in every:
         exits = {border.exit(name): name for name in ctx.dead}
         reached: set[fx.Node | None] = set()
@@ -96,6 +110,7 @@ def wanted(ctx: Analysis, every: list[Borders]) -> tuple[set[Op], set[Op]]:
                 continue
             op, name = by_node.get(node), exits.get(node)
             if name is not None:
+                read.add(name)
                 if ctx.dead[name].kind != "constant":
                     reached.add(border.entry(name))
                 continue
@@ -105,7 +120,7 @@ def wanted(ctx: Analysis, every: list[Borders]) -> tuple[set[Op], set[Op]]:
                     cut.add(op)
                     continue
             reached.update(node.all_input_nodes)
-    return cut, needed
+    return cut, needed, read
 
 
 def unread(ctx: Analysis, every: list[Borders]) -> dict[str, Replacement]:
@@ -114,7 +129,7 @@ def unread(ctx: Analysis, every: list[Borders]) -> dict[str, Replacement]:
     busy = {path for op in ctx.wanted for path in op.trace.paths[op.node]}
     # Last first: whether a module may change the width it hands on depends on those after it.
     for name, module in reversed(list(ctx.model.named_modules())):
-        if not name or name in busy or inside(name, ctx.dead) or not any(True for _ in module.parameters()) or _kept(name, ctx):
+        if not name or name in busy or any(within(read, name) for read in ctx.dead) or inside(name, ctx.dead) or not any(True for _ in module.parameters()) or _kept(name, ctx):
             continue
         called = any(border.trace.calls[name].count for border in every)
         if called and all(_passes(border, name, {**ctx.dead, **found}) for border in every):
@@ -132,7 +147,16 @@ def _passes(border: Borders, name: str, replaced: dict[str, Replacement]) -> boo
         return False
     if call.shape_in == call.shape_out:
         return True
-    return call.shape_in[:-1] == call.shape_out[:-1] and _widthless(border, node, replaced)
+    return _only_width_differs(call.shape_in, border.ops.get(node)) and _widthless(border, node, replaced)
+
+
+def _only_width_differs(shape: tuple[int, ...], op: Op | None) -> bool:
+    """Whether an output has its input's shape but for one dimension, and channels along that one."""
+    if op is None or not isinstance(op.out, Fact) or len(shape) != len(op.out.shape):
+        return False
+    differ = [d for d in range(len(shape)) if shape[d] != op.out.shape[d]]
+    affine = op.memo.get("geometry")  # one channel has no labels, but an affine op says where its channels are
+    return len(differ) == 1 and (bool(op.out.along(differ[0])) or (affine and affine.channel % len(shape) == differ[0]))
 
 
 def _widthless(border: Borders, node: fx.Node, replaced: dict[str, Replacement]) -> bool:
@@ -142,15 +166,20 @@ def _widthless(border: Borders, node: fx.Node, replaced: dict[str, Replacement])
         if home is not None and replaced[home].kind == "constant":
             continue
         after = border.exit(home) if home is not None else user
-        if after is None or (home is None and not isinstance(RULES.get(user.target), (Identity, Unary))):
+        if after is None or (home is None and not _takes_any_width(user)):
             return False
         if not _widthless(border, after, replaced):
             return False
     return True
 
 
+def _takes_any_width(node: fx.Node) -> bool:
+    moves = ("aten.flatten", "aten.permute", "aten.transpose", "aten.unsqueeze", "aten.squeeze.dim", "aten.select")
+    return isinstance(RULES.get(node.target), (Identity, Unary, Pool, Reduce)) or str(node.target).startswith(moves)
+
+
 def _kept(name: str, ctx: Analysis) -> bool:
-    return name in ctx.whole or any(name == kept or name.startswith(f"{kept}.") or kept.startswith(f"{name}.") for kept in ctx.keep)
+    return name in ctx.whole or any(within(name, kept) or within(kept, name) for kept in ctx.keep)
 
 
 def _replacement(border: Borders, name: str, module: nn.Module) -> Replacement | None:
@@ -159,21 +188,23 @@ def _replacement(border: Borders, name: str, module: nn.Module) -> Replacement |
         return None
     entry = border.entry(name)
     if entry is not None and type(module) is not nn.Sequential:
-        shift = _shift(node, entry, border.facts)
+        shift = _shift(node, entry, border.ops)
         if shift is not None:
-            return _by_channel("shift", shift, call, border.facts[node])
-    out = border.facts.get(node)
-    return _by_channel("constant", out.value, call, out) if isinstance(out, Fact) else None
+            return _by_channel("shift", shift, call, border.ops[node])
+    op = border.ops.get(node)
+    return _by_channel("constant", op.out.value, call, op) if op is not None and isinstance(op.out, Fact) else None
 
 
-def _by_channel(kind: str, value: Tensor, call: ModuleCall, out: object) -> Replacement | None:
+def _by_channel(kind: str, value: Tensor, call: ModuleCall, op: Op) -> Replacement | None:
     """A number for every channel, last or first, if the module keeps the other dimensions."""
-    shape_in = call.shape_in
+    shape_in, out = call.shape_in, op.out
     if not isinstance(out, Fact) or shape_in is None:
         return None
     rank = len(out.shape)
-    for dim in (-1, 1):
+    for dim in sorted((-1, 1), key=lambda dim: rank > 2 and not out.along(dim)):  # where the channels are, if that is known
         if len(shape_in) != rank or rank < (1 if dim == -1 else 3):
+            continue
+        if shape_in != out.shape and not _only_width_differs(shape_in, op):
             continue
         if any(shape_in[d] != out.shape[d] for d in range(rank) if d != dim % rank):
             continue
@@ -190,7 +221,7 @@ def _channel_labels(out: Fact, dim: int) -> Tensor | None:
     return compact(layers[0]).reshape(-1) if layers else None
 
 
-def _shift(node: fx.Node, entry: fx.Node, facts: Mapping[fx.Node, object]) -> Tensor | None:
+def _shift(node: fx.Node, entry: fx.Node, ops: Mapping[fx.Node, Op]) -> Tensor | None:
     """The constant c if this node is entry + c."""
     total: Tensor | None = None
     while node is not entry:
@@ -199,7 +230,7 @@ def _shift(node: fx.Node, entry: fx.Node, facts: Mapping[fx.Node, object]) -> Te
             continue
         if not str(node.target).startswith(("aten.add.Tensor", "aten.add_.Tensor")) or node.kwargs.get("alpha", 1) != 1:
             return None
-        sides = [(side, facts.get(side)) for side in node.args]  # type: ignore[arg-type]
+        sides = [(side, ops[side].out if side in ops else None) for side in node.args]  # type: ignore[index]
         constant = [(side, fact) for side, fact in sides if isinstance(fact, Fact) and not bool(compact(fact.value).isnan().any())]
         if len(constant) != 1 or len(sides) != 2:
             return None

@@ -19,7 +19,8 @@ from .blocks import inside
 from .errors import ExportError, InputError
 from .labels import Live
 from .plan import Plan, make_plan
-from .rules import Op, flat
+from .rules import RULES, Op, flat
+from .rules.elementwise import Combine, Unary
 from .rules.shape import Move, Pieces
 from .trace import Trace, named_arguments, trace
 from .verify import Call
@@ -33,7 +34,7 @@ class Problem:
     text: str
 
 
-Wishes = dict[tuple[type, str, int], list[int]]  # class, attribute, value -> the values it may have to take
+Attribute = tuple[type, str, int]  # class, name, value
 
 
 def fit(ctx: Analysis, calls: list[Call], build: Callable[[Plan], nn.Module]) -> tuple[nn.Module, Plan, Live]:
@@ -57,54 +58,41 @@ def fit(ctx: Analysis, calls: list[Call], build: Callable[[Plan], nn.Module]) ->
 
 
 def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, int]]]:
-    """Ways to set the int attributes that look like a width which changed, the likeliest first."""
-    wishes, places = _wishes(ctx, live)
-    keys = sorted(wishes, key=str)
-    for picked in itertools.islice(itertools.product(*(wishes[key] for key in keys)), _MOST_CHOICES):
-        chosen = dict(zip(keys, picked, strict=True))
+    """Ways to set the int attributes that look like a width which changed, the likeliest first.
+
+    A choice is made once for all modules of a class: "this attribute follows the n-th of the widths that had its value".
+    """
+    wishes = _wishes(ctx, live)
+    ranges = [range(max(len(values) for values in places.values())) for places in wishes.values()]
+    every = itertools.islice(itertools.product(*ranges), 4096)
+    for picked in sorted(every, key=sum)[:_MOST_CHOICES]:
         result: dict[str, dict[str, int]] = {}
-        for path, attribute, key in places:
-            value = chosen[key]
-            if isinstance(value, int) and value != key[2]:
-                result.setdefault(path, {})[attribute] = value
-            elif isinstance(value, dict) and value.get(path, key[2]) != key[2]:
-                result.setdefault(path, {})[attribute] = value[path]
+        for (_, attribute, old), places, index in zip(wishes, wishes.values(), picked, strict=True):
+            for path, values in places.items():
+                value = values[min(index, len(values) - 1)]
+                if value != old:
+                    result.setdefault(path, {})[attribute] = value
         yield result
 
 
-def _wishes(ctx: Analysis, live: Live) -> tuple[dict[Any, list[Any]], list[tuple[str, str, Any]]]:
-    """For every int attribute with the value of a width that changed: what that width became, module by module.
-
-    A choice is made once for all modules of a class: "this attribute follows the n-th width that had its value".
-    """
+def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[int]]]:
+    """For every int attribute with the value of a width that changed: what it may become, module by module."""
     seen: dict[str, dict[int, list[int]]] = {}
     for op in ctx.ops:
-        if inside(op.module, ctx.dead) or not isinstance(rule_of(op), (Move, Pieces)):
-            continue
-        for fact in op.outputs():
-            for old, new in zip(fact.shape, widths(fact, live), strict=True):
-                values = seen.setdefault(op.module, {}).setdefault(old, [])
-                if new not in values:
-                    values.append(new)
-    options: dict[Any, list[Any]] = {}
-    places: list[tuple[str, str, Any]] = []
+        if isinstance(rule_of(op), (Move, Pieces)) and not inside(op.module, ctx.dead):
+            for fact in op.outputs():
+                for old, new in zip(fact.shape, widths(fact, live), strict=True):
+                    seen.setdefault(op.module, {}).setdefault(old, []).append(new)
+    wishes: dict[Attribute, dict[str, list[int]]] = {}
     for path, changed in seen.items():
         module = ctx.model.get_submodule(path)
         if type(module).__module__.startswith("torch.nn."):
             continue
         for attribute, value in vars(module).items():
-            if type(value) is not int or changed.get(value, [value]) == [value]:
-                continue
-            key = (type(module), attribute, value)
-            places.append((path, attribute, key))
-            # The changed value first: an attribute that has the value of a width mostly is that width.
-            ranked = sorted(changed[value], key=lambda new, old=value: new == old)
-            known = options.setdefault(key, [{} for _ in ranked])
-            while len(known) < len(ranked):
-                known.append(dict(known[-1]))
-            for i, choice in enumerate(known):
-                choice[path] = ranked[min(i, len(ranked) - 1)]
-    return options, places
+            new = [width for width in dict.fromkeys(changed.get(value, ())) if width != value] if type(value) is int else []
+            if new:  # the changed value first: an attribute that has the value of a width mostly is that width
+                wishes.setdefault((type(module), attribute, value), {})[path] = [*new, value]
+    return wishes
 
 
 def check(ctx: Analysis, live: Live, plan: Plan, model: nn.Module, calls: list[Call]) -> Problem | None:
@@ -131,15 +119,23 @@ def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> P
         place = old.module_of(was) if was is not None else new.module_of(now)
         if was is None or now is None or was.target != now.target:
             return Problem(place, "its code takes another path at the new widths")
+        if by_node.get(was) not in ctx.wanted:
+            continue  # nobody reads its numbers
         want = [widths(fact, live) for fact in flat(facts.get(was))]
         have = [tuple(int(s) for s in value.shape) for value in _tensors(now.meta.get("val"))]
         if want and want != have:
             return Problem(place, f"its code fixes a width: {_short(was)} gives {have} where {want} was planned")
         if _start(was) is not None and _start(now) != _moved_start(by_node[was], live):
             return Problem(place, f"its code fixes where a slice begins: {_short(was)}")
-        if place not in plan.rescaled and _floats(was) != _floats(now):
+        if _numbers(was, old) != _numbers(now, new, plan.rescaled.get(place)):
             return Problem(place, f"a number in its code depends on a width: {_short(was)}")
+    if _shapes(old.nodes[-1]) != _shapes(new.nodes[-1]):
+        return Problem("", "an output of the model would change its shape")
     return None
+
+
+def _shapes(output: fx.Node) -> list[tuple[int, ...]]:
+    return [tuple(int(s) for s in value.shape) for node in output.all_input_nodes for value in _tensors(node.meta.get("val"))]
 
 
 def _plain(trace: Trace, plan: Plan) -> list[fx.Node]:
@@ -155,8 +151,18 @@ def _tensors(value: Any) -> list[Any]:
     return [value] if hasattr(value, "shape") else []
 
 
-def _floats(node: fx.Node) -> list[float]:
-    return [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)] if "squeeze_release" not in str(node.target) else []
+def _numbers(node: fx.Node, trace: Trace, rescaled: tuple[float, float] | None = None) -> list[object]:
+    """What an op computes with beside its tensors: floats, for elementwise ops ints, and tensors made in the code."""
+    if "squeeze_release" in str(node.target):  # statistics of a norm change on purpose
+        return []
+    kinds = (int, float) if isinstance(RULES.get(node.target), (Combine, Unary)) else (float,)
+    numbers: list[object] = []
+    for a in (*node.args, *node.kwargs.values()):
+        if isinstance(a, fx.Node) and a.name in trace.constants:
+            numbers.append(trace.constants[a.name].tolist())
+        elif isinstance(a, kinds) and not isinstance(a, bool):
+            numbers.append(rescaled[0] if rescaled and abs(a - rescaled[1]) < 1e-12 else a)
+    return numbers
 
 
 def _start(node: fx.Node) -> int | None:

@@ -60,6 +60,7 @@ class Live:
     def __init__(self, labels: Labels) -> None:
         self.root = labels.find(torch.arange(len(labels.parent)))
         self.mask = torch.zeros(len(self.root), dtype=torch.bool)
+        self.filler = torch.zeros_like(self.mask)
         self.why = torch.full((len(self.root),), -1)
         self.reasons: list[Reason] = []
         self.grown = False
@@ -76,13 +77,23 @@ class Live:
     def __getitem__(self, labels: Tensor) -> Tensor:
         return self.mask[self.root[labels]]
 
-    def mark(self, labels: Tensor, where: str, text: str) -> None:
+    def needed(self, labels: Tensor) -> Tensor:
+        """Which of them stay for their numbers, not only to fill a width."""
+        roots = self.root[labels]
+        return self.mask[roots] & ~self.filler[roots]
+
+    def mark(self, labels: Tensor, where: str, text: str, *, filler: bool = False) -> None:
+        """Let labels stay. A filler stays only because no width may be 0: nobody needs its numbers."""
         roots = self.root[labels.reshape(-1)]
+        if not filler and bool(self.filler[roots].any()):
+            self.grown = True
+            self.filler[roots] = False
         new = roots[~self.mask[roots]]
         if not len(new):
             return
         self.grown = True
         self.mask[new] = True
+        self.filler[new] = filler
         reason = Reason(where, text)
         if not self.reasons or self.reasons[-1] != reason:
             self.reasons.append(reason)
@@ -133,7 +144,7 @@ class Grid:
         if not rows.any():
             return
         wanted = self._wanted(alive, rows, live, least)
-        live.mark(self.labels[wanted], self.where, "every head or group that stays must keep equally many channels")
+        live.mark(self.labels[wanted & ~alive], self.where, "every head or group that stays must keep equally many channels")
         if self.inner is not None:
             live.mark(self.inner[wanted.any(0)], self.where, "shared by every head or group that stays")
 

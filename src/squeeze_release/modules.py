@@ -1,10 +1,9 @@
 """The modules that may stand in for the user's own: everything else in a squeezed model keeps its class.
 
-CompensatedLayerNorm        LayerNorm over the kept channels, exact for the full width
-IndexedLinear, IndexedConv  gather their inputs first, so that the writer may stay wider than the reader
-Shift, Constant             a block that only adds a constant, a block that is one
-Passthrough                 a block that does nothing
-NarrowMultiheadAttention    MultiheadAttention whose heads are narrower than embed_dim / num_heads
+CompensatedLayerNorm          LayerNorm over the kept channels, exact for the full width
+IndexedLinear, IndexedConv    gather their inputs first, so that the writer may stay wider than the reader
+Shift, Constant, Passthrough  a block that adds a constant, one that is a constant, one that does nothing
+NarrowMultiheadAttention      MultiheadAttention whose heads are narrower than embed_dim / num_heads
 """
 
 from __future__ import annotations
@@ -110,10 +109,9 @@ class CompensatedLayerNorm(nn.Module):
         if x.shape[-1] != kept:
             raise RuntimeError(f"CompensatedLayerNorm keeps {kept} channels, got an input of shape {tuple(x.shape)}")
         x = x.contiguous()  # as F.layer_norm's output is; and a norm over a strided dimension costs ten copies
+        mean, base = self._mean32, self._base32
         if x.dtype == torch.float64:
             mean, base = self.mean, self.m2 / width + self.eps
-        else:
-            mean, base = self._mean32, self._base32
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             # Written out: inductor makes one kernel of it. In eager var_mean alone is ten times F.layer_norm.
             var, mu = torch.var_mean(x, -1, correction=0, keepdim=True)
@@ -130,8 +128,7 @@ class CompensatedLayerNorm(nn.Module):
             traced = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             if not (traced or torch.is_grad_enabled()):
                 # Only y is large, so nothing else need be allocated: fresh pages cost more than the arithmetic.
-                y.mul_(rstd)
-                y = y if weight is None else y.mul_(weight)
+                y = y.mul_(rstd) if weight is None else y.mul_(rstd).mul_(weight)
                 return y if bias is None else y.add_(bias)
             y = y * rstd
         if weight is None or bias is None:
@@ -166,7 +163,6 @@ class CompensatedLayerNorm(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """The kept width and the removed count first."""
         return f"{self._kept}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class Fold:
     """Constants that an affine module takes into its bias, which is created where there is none."""
 
+    module: str
     weight: str
     bias: str | None
     rows: int  # dimension of the weight that holds the outputs
@@ -49,8 +50,8 @@ class Plan:
     """Edits by name. Everything here is about the model as it was before any edit."""
 
     slices: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dimension -> indices that stay
-    folded: dict[str, Fold] = field(default_factory=dict)  # by bias
-    constant: dict[str, ConstantRows] = field(default_factory=dict)  # by weight
+    folded: dict[str, Fold] = field(default_factory=dict)  # by bias, or by module where there is none yet
+    constant: dict[str, ConstantRows] = field(default_factory=dict)  # by module
     scaled: dict[str, tuple[Tensor, float]] = field(default_factory=dict)  # parameter -> rows, factor
     replaced_values: dict[str, Tensor] = field(default_factory=dict)
     indices: dict[str, Tensor] = field(default_factory=dict)  # module -> input channels it gathers
@@ -68,11 +69,11 @@ class Plan:
     # What rules say in `absorb`:
 
     def fold(self, op: Op, delta: Tensor) -> None:
-        self.folded[op.param("bias") or op.memo["weight"]] = _fold(op, delta)
+        self.folded[op.param("bias") or op.module] = _fold(op, delta)
 
     def constant_rows(self, op: Op, values: Tensor, only: Tensor | None = None) -> None:
         which = torch.ones(len(values), dtype=torch.bool) if only is None else only
-        self.constant[op.memo["weight"]] = ConstantRows(_fold(op, values), which)
+        self.constant[op.module] = ConstantRows(_fold(op, values), which)
 
     def index(self, module: str, index: Tensor) -> None:
         self.indices[module] = index
@@ -107,7 +108,7 @@ class Plan:
 
 
 def _fold(op: Op, delta: Tensor) -> Fold:
-    return Fold(op.memo["weight"], op.param("bias"), op.memo["geometry"].rows, delta)
+    return Fold(op.module, op.memo["weight"], op.param("bias"), op.memo["geometry"].rows, delta)
 
 
 def make_plan(ctx: Analysis, live: Live) -> Plan:

@@ -51,8 +51,9 @@ def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
         _add_to_bias(tensors, fold, plan)
     for name, (which, factor) in plan.scaled.items():
         old = tensors[name]
-        scale = torch.where(which, factor, 1.0).double().to(old.device)
-        tensors[name] = old.double() * scale.reshape(-1, *[1] * (old.dim() - 1))
+        scale = torch.ones(len(which), dtype=torch.float64)
+        scale[which] = factor
+        tensors[name] = old.double() * scale.to(old.device).reshape(-1, *[1] * (old.dim() - 1))
     for name, values in plan.replaced_values.items():
         tensors[name] = values
     for name, dims in plan.slices.items():
@@ -86,7 +87,7 @@ def _add_to_bias(tensors: Tensors, fold: Fold, plan: Plan) -> None:
     index = plan.slices.get(fold.weight, {}).get(fold.rows)
     delta = fold.delta if index is None else fold.delta[index]
     new = nn.Parameter(delta.to(like.device, like.dtype), requires_grad=like.requires_grad)
-    tensors.model.get_submodule(fold.weight.rpartition(".")[0]).bias = new
+    tensors.model.get_submodule(fold.module).bias = new
 
 
 def _refit(model: nn.Module, plan: Plan) -> nn.Module:
@@ -110,11 +111,26 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
         model = _swap(model, path, narrow_attention(mha, heads.count, heads.head_dim, heads.v_head_dim, heads.scale))
     for path, replacement in plan.dead.items():
         model = _swap(model, path, _stand_in(model.get_submodule(path), replacement))
+    for module in model.modules():
+        _leave_fast_path(module)
     return model
+
+
+def _leave_fast_path(module: nn.Module) -> None:
+    """nn.TransformerEncoder's fast path reads the parameters of its layers without calling them."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        if not all(type(norm) is nn.LayerNorm for norm in (module.norm1, module.norm2)):
+            module.activation_relu_or_gelu = 0
+    elif isinstance(module, nn.TransformerEncoder):
+        plain = [type(layer) is nn.TransformerEncoderLayer and type(layer.self_attn) is nn.MultiheadAttention
+                 and layer.activation_relu_or_gelu for layer in module.layers]
+        module.use_nested_tensor = module.use_nested_tensor and all(plain)
 
 
 def refresh(module: nn.Module) -> None:
     """Let the attributes of torch's own layers say what their parameters are."""
+    if isinstance(module, nn.modules.batchnorm._NormBase) and isinstance(module.running_mean, Tensor):
+        module.num_features = len(module.running_mean)
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
         return
@@ -123,8 +139,6 @@ def refresh(module: nn.Module) -> None:
     elif isinstance(module, nn.modules.conv._ConvNd):
         one, other = weight.size(0), weight.size(1) * module.groups
         module.out_channels, module.in_channels = (other, one) if module.transposed else (one, other)
-    elif isinstance(module, nn.modules.batchnorm._NormBase):
-        module.num_features = len(weight)
     elif isinstance(module, nn.LayerNorm) and weight.dim() == 1:
         module.normalized_shape = (len(weight),)
     elif isinstance(module, nn.Embedding):
@@ -136,6 +150,7 @@ def refresh(module: nn.Module) -> None:
 def compensated(norm: nn.Module, constants: Tensor, channel_dim: int) -> CompensatedLayerNorm:
     """The norm on fewer channels, with the statistics of the removed ones."""
     if isinstance(norm, CompensatedLayerNorm):
+        norm.normalized_shape = (norm.normalized_shape[0] - len(constants),)
         norm.merge(constants)
         return norm
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)

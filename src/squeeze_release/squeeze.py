@@ -57,7 +57,7 @@ def squeeze(
     started = time.perf_counter()
     _check_arguments(rules)
     source = unwrap(model)
-    _check_keep(source, keep)
+    keep = _check_keep(source, [keep] if isinstance(keep, str) else keep)
     masked = copy_model(source)
     bake_masks(masked)
     check_finite(masked)
@@ -85,9 +85,10 @@ def _check_arguments(rules: str) -> None:
                          remedy=f"use one of {', '.join(map(repr, RULE_SETS))}")
 
 
-def _check_keep(model: nn.Module, keep: Sequence[str]) -> None:
+def _check_keep(model: nn.Module, keep: Sequence[str]) -> Sequence[str]:
     names = {name for name, _ in model.named_modules()}
-    for name in [keep] if isinstance(keep, str) else keep:
+    for name in keep:
         if name not in names:
             raise InputError(f"keep names no module: {name!r}", where=type(model).__name__, consequence="nothing was changed",
                              remedy="use the dotted names of model.named_modules()")
+    return keep

@@ -6,6 +6,7 @@ batches and resolutions in eager.)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class Trace:
     nodes: list[fx.Node]
     params: dict[str, str]  # placeholder -> dotted name of a parameter or buffer
     calls: dict[str, ModuleCall]
+    constants: dict[str, Tensor]  # placeholder -> a tensor that the code makes itself
     paths: dict[fx.Node, tuple[str, ...]] = field(default_factory=dict)
 
     def module_of(self, node: fx.Node) -> str:
@@ -80,9 +82,11 @@ def trace(model: nn.Module, call: Call) -> Trace:
     with traceable(model):
         calls = _probe(model, call)
         try:
-            program = torch.export.export(model, *call, strict=False)
-            if _mutates(program.graph):
-                program = program.run_decompositions(_FUNCTIONALISE)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytrees
+                program = torch.export.export(model, *call, strict=False)
+                if _mutates(program.graph):
+                    program = program.run_decompositions(_FUNCTIONALISE)
         except SqueezeError:
             raise
         except Exception as cause:
@@ -95,12 +99,11 @@ def trace(model: nn.Module, call: Call) -> Trace:
             ) from cause
     signature = program.graph_signature
     params = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    for name, constant in signature.inputs_to_lifted_tensor_constants.items():
-        params.setdefault(name, constant)
+    made = {name: program.constants[target] for name, target in signature.inputs_to_lifted_tensor_constants.items()}
     known = {name for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]}
     nodes = list(program.graph.nodes)
     paths = {node: _paths(node) for node in nodes}
-    return Trace(nodes, {k: v for k, v in params.items() if v in known}, calls, paths)
+    return Trace(nodes, {k: v for k, v in params.items() if v in known}, calls, made, paths)
 
 
 @contextmanager

@@ -69,9 +69,11 @@ class Affine(Rule):
             c = torch.where(c == 0, c, torch.nan)
         ctx.constants.setdefault(name, []).append(c)
         layers = [compact(layer).expand(out.shape) for layer in self._positions(op, ctx, x, dim)]
+        value = self._value(op, ctx, c, out.shape, dim)
         if rows is not None:
             layers.append(vector(rows, out.shape, dim))
-        return Fact(out.shape, tuple(layers), self._value(op, ctx, c, out.shape, dim))
+            ctx.constant_labels = torch.cat([ctx.constant_labels, rows[~uniform(value, dim).isnan()]])
+        return Fact(out.shape, tuple(layers), value)
 
     def _positions(self, op: Op, ctx: Analysis, x: Fact, dim: int) -> list[Tensor]:
         return passed_on(x, (dim,))
@@ -81,7 +83,8 @@ class Affine(Rule):
         labels = contracted(op, ctx, x, dim)
         mine = ctx.param_labels(name, geometry.columns)
         if geometry.groups > 1:
-            if mine is None:  # depthwise: each output channel reads one input channel of its own
+            if mine is None:
+                self._bind_depthwise(op, ctx, labels, name, geometry)
                 return labels
             self._bind_groups(op, ctx, labels, mine, geometry)
             return labels
@@ -90,6 +93,18 @@ class Affine(Rule):
         if labels is not None and mine is not None:
             ctx.labels.merge(labels, mine)
         return labels if labels is not None else mine
+
+    def _bind_depthwise(self, op: Op, ctx: Analysis, labels: Tensor | None, name: str, geometry: Geometry) -> None:
+        """Each output channel reads one input channel of its own. Where no index can sit in between, they go together."""
+        rows = ctx.param_labels(name, geometry.rows)
+        if rows is None or ctx.can_index(op):
+            return
+        if labels is not None and len(labels) == len(rows):
+            ctx.labels.merge(labels, rows)
+            return
+        for fixed in (labels, rows):
+            if fixed is not None:
+                ctx.pin(fixed, op, "a depthwise convolution with a forward of its own")
 
     def _rows(self, op: Op, ctx: Analysis, name: str, geometry: Geometry) -> Tensor | None:
         rows = ctx.param_labels(name, geometry.rows)
@@ -141,7 +156,7 @@ class Affine(Rule):
         if columns is None:
             return
         rows = op.memo["rows"]
-        alive = live[rows] if rows is not None else None
+        alive = live.needed(rows) if rows is not None else None
         if "done" in op.memo and alive is not None and torch.equal(op.memo["done"], alive):
             return
         op.memo["done"] = alive
@@ -189,6 +204,9 @@ class Affine(Rule):
             self._fold(op, ctx, live, plan)
         if geometry.groups > 1 and ctx.param_labels(name, geometry.columns) is None:
             self._gather(op, ctx, live, plan)
+        elif geometry.groups > 1:
+            if op.memo["rows"] is not None and geometry.rows == 0:
+                plan.groups[op.module] = int(live[op.memo["rows"]].reshape(geometry.groups, -1).any(1).sum())
         elif op.memo["columns"] is not None and op.given["input"].source == "input":
             keep = live[op.memo["columns"]]
             if not bool(keep.all()) and not op.given["input"].along(geometry.channel):
@@ -215,6 +233,8 @@ class Affine(Rule):
         if rows is None:
             return
         keep = live[rows]
+        if bool(keep.all()) and (columns is None or bool(live[columns].all())):
+            return
         source = torch.arange(geometry.groups).repeat_interleave(len(rows) // geometry.groups)
         here = live[columns] if columns is not None else torch.ones(geometry.groups, dtype=torch.bool)
         position = here.long().cumsum(0) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..facts import Fact, compact, varying
 from ..labels import Live
@@ -82,6 +82,9 @@ class Attention(Contraction):
         qk, heads = self.contract(op, ctx, q, -1, k, -1)
         values = self._row(op, ctx, v, -1)
         mask = op.given.get("attn_mask")
+        module = ctx.model.get_submodule(op.module)
+        if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
+            values = None  # its stand-in knows no keys of its own
         self._bind_mask(op, ctx, mask, qk, heads, values)
         if values is None or (qk is None and values.size(0) > 1) or (qk is not None and qk.size(0) != values.size(0)):
             for fact in (q, k, v):
@@ -155,7 +158,8 @@ class Matmul(Contraction):
     """y[.., n, m] = sum_d a[.., n, d] b[.., d, m]: scores and weighted sums of attention written out.
 
     A softmax over the last dimension has rows that sum to 1, so a value channel that is the same for every token
-    passes through the second product.
+    passes through the second product; and it does not see what all keys share, so a key channel that is the same for
+    every token goes from the first.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -203,8 +207,34 @@ class Matmul(Contraction):
             return
         heads = op.memo["heads"]
         alive = live[heads] if heads is not None else torch.ones(len(table), dtype=torch.bool)
-        free = self.zero(op.given[next(iter(op.given))], -1, table) | self.zero(op.memo["flipped"], -1, table)
+        left, right = op.given[next(iter(op.given))], op.memo["flipped"]
+        free = self.zero(left, -1, table) | self.zero(right, -1, table)
+        if goes_into_softmax(op):
+            free |= ~self.constant(right, -1, table).isnan()
         live.mark(table[alive[:, None] & ~free], op.where, "enters the product of a head that stays")
+
+
+def goes_into_softmax(op: Op) -> bool:
+    """Whether the result is only scaled and shifted on its way into a softmax over its last dimension."""
+    node = op.node
+    while len(node.users) == 1:
+        (user,) = node.users
+        if is_softmax(user):
+            return True
+        scales = str(user.target).startswith(("aten.mul.", "aten.div.")) and user.args[0] is node and not (
+            isinstance(user.args[1], fx.Node) and user.args[1].meta["val"].numel() > 1)
+        shifts = str(user.target).startswith(("aten.add.Tensor", "aten.sub.Tensor")) and user.args[0] is node
+        if not (scales or shifts or isinstance(RULES.get(user.target), Identity)):
+            return False
+        node = user
+    return False
+
+
+def is_softmax(node: Any) -> bool:
+    """A softmax over the last dimension."""
+    if not str(getattr(node, "target", "")).startswith(("aten.softmax.int", "aten._softmax")):
+        return False
+    return node.args[1] in (-1, len(node.meta["val"].shape) - 1)
 
 
 def sums_to_one(op: Op) -> bool:
@@ -212,7 +242,4 @@ def sums_to_one(op: Op) -> bool:
     node = op.node.args[0]
     while hasattr(node, "target") and isinstance(RULES.get(node.target), Identity):
         node = node.args[0]  # type: ignore[union-attr]
-    if not str(getattr(node, "target", "")).startswith(("aten.softmax.int", "aten._softmax")):
-        return False
-    dim, rank = node.args[1], len(node.meta["val"].shape)  # type: ignore[union-attr]
-    return bool(dim in (-1, rank - 1))
+    return is_softmax(node)

@@ -67,6 +67,14 @@ class Identity(Rule):
         return Fact(x.shape, x.layers, x.value if floating else unknown(x.shape), x.source)
 
 
+@rule("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
+class Assertion(Rule):
+    """Checks that torch.export adds, in front of casts for one. They compute nothing."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        return None
+
+
 @rule(*BINARY)
 class Combine(Rule):
     """y = f(x, z) with broadcasting: labels that meet are merged.
@@ -121,7 +129,12 @@ class CombineOpaque(Combine):
 def combine_layers(op: Op, ctx: Analysis, facts: list[Fact], shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Merge the layers of operands that are broadcast together."""
     aligned = [_align(fact, shape) for fact in facts]
-    _pin_fixed(op, ctx, facts, aligned, shape)
+    fixed = _fixed_dims(facts, aligned, shape)
+    for layers in aligned:
+        for layer in layers:
+            if fixed & set(varying(layer)):
+                ctx.pin(layer, op, "meets a tensor of fixed width")
+    aligned = [[layer for layer in layers if not fixed & set(varying(layer))] for layers in aligned]
     _pin_streams(op, ctx, facts, aligned)
     result: list[Tensor] = []
     for layers in aligned:
@@ -135,15 +148,13 @@ def _align(fact: Fact, shape: tuple[int, ...]) -> list[Tensor]:
             for layer in fact.layers]
 
 
-def _pin_fixed(op: Op, ctx: Analysis, facts: list[Fact], aligned: list[list[Tensor]], shape: tuple[int, ...]) -> None:
-    for i, fact in enumerate(facts):
+def _fixed_dims(facts: list[Fact], aligned: list[list[Tensor]], shape: tuple[int, ...]) -> set[int]:
+    """Dimensions along which some operand has an extent that cannot change."""
+    fixed: set[int] = set()
+    for fact, layers in zip(facts, aligned, strict=True):
         padded = (1,) * (len(shape) - len(fact.shape)) + fact.shape
-        labelled = {d for layer in aligned[i] for d in varying(layer)}
-        fixed = {d for d in range(len(shape)) if padded[d] > 1} - labelled
-        for j, layers in enumerate(aligned):
-            for layer in layers:
-                if i != j and fixed & set(varying(layer)):
-                    ctx.pin(layer, op, "meets a tensor of fixed width")
+        fixed |= {d for d in range(len(shape)) if padded[d] > 1} - {d for layer in layers for d in varying(layer)}
+    return fixed
 
 
 def _pin_streams(op: Op, ctx: Analysis, facts: list[Fact], aligned: list[list[Tensor]]) -> None:

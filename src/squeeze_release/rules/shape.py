@@ -88,6 +88,8 @@ class Pieces(Rule):
                 self._equal(op, ctx, parts, dim)
             for part in parts:
                 register(op, ctx, part)
+                if not varying(part):
+                    ctx.pin(part, op, "a width of 1 cannot shrink")
         return [Fact(tuple(v.shape), tuple(p[i] for p in pieces if varying(p[i])), v, x.source)
                 for i, v in enumerate(values)]
 

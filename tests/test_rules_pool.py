@@ -1,0 +1,169 @@
+"""Padding, pooling, reductions and lookups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from check import check, noisy
+from nets import Net, dead, rand, unread
+from test_rules_shape import around, image
+from torch import nn
+
+# ------------------------------------------------------------------------------------------------- padding and pooling
+
+
+@pytest.mark.parametrize(
+    "mode, value, bias, left",
+    [
+        ("constant", 0.0, 0.5, 6),
+        ("constant", 0.0, 0.0, 5),
+        ("constant", 0.5, 0.5, 5),
+        ("constant", 0.5, 0.0, 6),
+        ("reflect", None, 0.5, 5),
+        ("replicate", None, 0.5, 5),
+        ("circular", None, 0.5, 5),
+    ],
+)
+def test_pad(mode, value, bias, left):
+    net = image(lambda x: F.pad(x, (1, 2, 1, 0), mode, value))
+    dead(net.lin, 1, bias=bias)
+    check(net, rand(1, 3, 4, 4), golden={"lin.out_channels": left})
+
+
+def test_pad_over_channels_keeps_them():
+    net = image(lambda x: F.pad(x, (0, 0, 0, 0, 1, 1)), out=8)
+    dead(net.lin, 1)
+    check(net, rand(1, 3, 4, 4), golden={"lin.out_channels": 6})
+
+
+KEEPS = [
+    nn.MaxPool2d(2),
+    nn.MaxPool2d(3, 1, padding=1),
+    nn.AvgPool2d(2),
+    nn.AvgPool2d(3, 2, ceil_mode=True),
+    nn.AvgPool2d(3, 1, padding=1, count_include_pad=False),
+    nn.AdaptiveAvgPool2d(2),
+    nn.AdaptiveAvgPool2d(1),
+    nn.AdaptiveMaxPool2d(2),
+    nn.Upsample(scale_factor=2),
+    nn.Upsample(scale_factor=2, mode="bilinear"),
+    nn.Upsample(size=(7, 7), mode="bicubic"),
+    nn.Upsample(scale_factor=1.5, mode="nearest-exact"),
+    nn.AdaptiveAvgPool2d((None, 1)),
+]
+CHANGES = [nn.AvgPool2d(3, 1, padding=1), nn.AvgPool2d(2, divisor_override=3), nn.LPPool2d(2, 2), nn.ZeroPad2d(1)]
+
+
+@pytest.mark.parametrize("pool", KEEPS, ids=str)
+def test_pooling_keeps_a_constant(pool):
+    net = image(pool)
+    dead(net.lin, 1, bias=0.5)
+    golden = {} if isinstance(pool, nn.AdaptiveMaxPool2d) else {"lin.out_channels": 5}
+    check(net, rand(1, 3, 6, 6), golden=golden)
+
+
+@pytest.mark.parametrize("pool", CHANGES, ids=str)
+def test_pooling_that_changes_a_constant(pool):
+    net = image(pool)
+    dead(net.lin, 1, bias=0.5)
+    dead(net.lin, 2, bias=0.0)
+    squeezed = check(net, rand(1, 3, 6, 6), gradients=False)
+    assert squeezed.model.lin.out_channels in ((5,) if not isinstance(pool, nn.LPPool2d) else (4, 5, 6))
+
+
+def test_pooling_that_returns_indices_does_not_take_them_for_values():
+    def pool(x):
+        y, where = F.max_pool2d(x, 2, return_indices=True)
+        return y + where
+
+    net = image(pool)
+    dead(net.lin, 1, bias=0.5)
+    check(net, rand(1, 3, 6, 6))
+
+
+@pytest.mark.parametrize(
+    "code, out, left",
+    [
+        (lambda x: x.mean(1), 6, 5),
+        (lambda x: x.mean(1, keepdim=True), 6, 5),
+        (lambda x: x.amax(1), 6, 5),
+        (lambda x: x.sum(1), 6, None),
+        (lambda x: x.max(1).values, 6, None),
+        (lambda x: x.softmax(1), 6, None),
+        (lambda x: x.cumsum(1), 6, None),
+        (lambda x: x.std(1), 6, None),
+        (lambda x: x.softmax(-1), 6, 6),
+        (lambda x: x.log_softmax(-1), 6, 6),
+        (lambda x: x - x.mean(-1, keepdim=True), 6, 6),
+        (lambda x: x.mean(-1, keepdim=True).expand_as(x), 6, 6),
+        (lambda x: x - x.amax(-1, keepdim=True), 6, 6),
+        (lambda x: x + x.mean(), 6, 6),
+        (lambda x: x.sum((1, 2), keepdim=True) + x, 6, 6),
+        (lambda x: x.norm(dim=-1, keepdim=True) * x, 6, 6),
+        (lambda x: x.argmax(1).to(x.dtype), 6, None),
+        (lambda x: x.logsumexp(1), 6, None),
+    ],
+)
+def test_reductions(code, out, left):
+    net = around(code, out=out)
+    dead(net.lin, 1, bias=0.5)
+    check(net, rand(2, 5, 4), golden={"lin.out_features": left} if left else {}, gradients=False)
+
+
+# ------------------------------------------------------------------------------------------------------------- lookups
+
+
+def test_embedding_loses_unread_and_constant_columns():
+    net = Net(lambda s, x: s.out(s.table(x)), table=nn.Embedding(7, 6), out=nn.Linear(6, 3))
+    with torch.no_grad():
+        net.table.weight[:, 1] = 0.3
+    unread(net.out, 4)
+    check(
+        net,
+        torch.tensor([[0, 1, 5]]),
+        golden={"table.weight": (7, 4), "table.embedding_dim": 4, "table.num_embeddings": 7},
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_embedding_tied_to_the_output(bias):
+    net = Net(
+        lambda s, x: s.out(torch.tanh(s.mid(s.table(x)))),
+        table=nn.Embedding(7, 6),
+        mid=nn.Linear(6, 6),
+        out=nn.Linear(6, 7, bias=bias),
+    )
+    net.out.weight = net.table.weight
+    with torch.no_grad():
+        net.table.weight[:, 1] = 0.3
+        net.table.weight[:, 2] = 0
+    dead(net.mid, 1, 2)
+    squeezed = check(
+        net, torch.tensor([[0, 1, 5]]), golden={"table.embedding_dim": 4, "mid.weight": (4, 4), "out.in_features": 4}
+    )
+    assert squeezed.model.out.weight is squeezed.model.table.weight
+
+
+def selected(code) -> Net:
+    net = Net(code, a=nn.Linear(4, 6), b=nn.Linear(4, 6), one=nn.Linear(3, 3), two=nn.Linear(3, 3))
+    net.register_buffer("index", torch.tensor([4, 0, 2]))
+    return noisy(net)  # type: ignore[return-value]
+
+
+def test_index_select_by_a_buffer():
+    net = selected(lambda s, x: s.one(s.a(x).index_select(1, s.index)))
+    unread(net.one, 1)
+    check(net, rand(2, 4), golden={"a.out_features": 2, "index": (2,), "one.in_features": 2})
+
+
+def test_index_buffer_used_twice():
+    net = selected(lambda s, x: s.one(s.a(x).index_select(1, s.index)) + s.two(s.b(x).index_select(1, s.index)))
+    dead(net.a, 1, 3)
+    check(net, rand(2, 4))
+
+
+def test_index_buffer_read_elsewhere():
+    net = selected(lambda s, x: s.one(s.a(x).index_select(1, s.index)) + s.index.sum())
+    dead(net.a, 1, 3)
+    check(net, rand(2, 4))
