@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from squeeze_release.modules import NarrowMultiheadAttention
 
-# --------------------------------------------------------------------------------------------------- written out, packed
+# ----------------------------------------------------------------------------------------- written out, packed
 
 
 def test_packed_dead_head():

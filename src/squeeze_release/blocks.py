@@ -6,7 +6,6 @@ one whose output nobody reads any more is passed through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,7 +54,7 @@ class Borders:
     """Where the modules of a traced call begin and end."""
 
     def __init__(self, trace: Trace, ctx: Analysis) -> None:
-        self.trace = trace
+        self.trace, self.ctx = trace, ctx
         self.ops = {op.node: op for op in ctx.ops if op.trace is trace}
         self.inner: dict[str, list[fx.Node]] = {}
         for node in trace.nodes:
@@ -188,11 +187,11 @@ def _replacement(border: Borders, name: str, module: nn.Module) -> Replacement |
         return None
     entry = border.entry(name)
     if entry is not None and type(module) is not nn.Sequential:
-        shift = _shift(node, entry, border.ops)
+        shift = _shift(node, entry, border)
         if shift is not None:
             return _by_channel("shift", shift, call, border.ops[node])
     op = border.ops.get(node)
-    return _by_channel("constant", op.out.value, call, op) if op is not None and isinstance(op.out, Fact) else None
+    return _by_channel("constant", border.ctx.known(op), call, op) if op is not None and isinstance(op.out, Fact) else None
 
 
 def _by_channel(kind: str, value: Tensor, call: ModuleCall, op: Op) -> Replacement | None:
@@ -221,7 +220,7 @@ def _channel_labels(out: Fact, dim: int) -> Tensor | None:
     return compact(layers[0]).reshape(-1) if layers else None
 
 
-def _shift(node: fx.Node, entry: fx.Node, ops: Mapping[fx.Node, Op]) -> Tensor | None:
+def _shift(node: fx.Node, entry: fx.Node, border: Borders) -> Tensor | None:
     """The constant c if this node is entry + c."""
     total: Tensor | None = None
     while node is not entry:
@@ -230,14 +229,15 @@ def _shift(node: fx.Node, entry: fx.Node, ops: Mapping[fx.Node, Op]) -> Tensor |
             continue
         if not str(node.target).startswith(("aten.add.Tensor", "aten.add_.Tensor")) or node.kwargs.get("alpha", 1) != 1:
             return None
-        sides = [(side, ops[side].out if side in ops else None) for side in node.args]  # type: ignore[index]
-        constant = [(side, fact) for side, fact in sides if isinstance(fact, Fact) and not bool(compact(fact.value).isnan().any())]
+        sides = [(side, border.ops.get(side)) for side in node.args]  # type: ignore[call-overload]
+        values = [(side, border.ctx.known(op)) for side, op in sides if op is not None and isinstance(op.out, Fact)]
+        constant = [(side, value) for side, value in values if not bool(compact(value).isnan().any())]
         if len(constant) != 1 or len(sides) != 2:
             return None
-        fact = constant[0][1]
-        if fact.shape != tuple(node.meta["val"].shape):
+        value = constant[0][1]
+        if value.shape != node.meta["val"].shape:
             return None
-        total = fact.value if total is None else compact(total) + compact(fact.value)
+        total = value if total is None else compact(total) + compact(value)
         node = next(side for side, _ in sides if side is not constant[0][0])  # type: ignore[assignment]
         if not isinstance(node, fx.Node):
             return None
