@@ -1,4 +1,4 @@
-"""One helper that asks everything of a squeeze at once: golden widths, outputs, gradients, idempotence, an untouched model."""
+"""One helper that asks everything of a squeeze: golden widths, outputs, gradients, idempotence, an untouched model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ TOLERANCE = 1e-10
 
 
 def check(
-    model: nn.Module, inputs: Any, kwargs: dict[str, Any] | None = None, *, golden: dict[str, object] | None = None,
-    again: bool = True, gradients: bool = True, **options: Any,
+    model: nn.Module,
+    inputs: Any,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    golden: dict[str, object] | None = None,
+    again: bool = True,
+    gradients: bool = True,
+    **options: Any,
 ) -> sr.Squeezed:
     """Squeeze a float64 model and check it. `golden` maps "path.attribute" to the value it must have afterwards.
 
@@ -62,10 +68,14 @@ def error(old: Tensor, new: Tensor) -> float:
 
 
 @torch.no_grad()
-def assert_same(old: nn.Module, new: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+def assert_same(
+    old: nn.Module, new: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float = TOLERANCE
+) -> None:
     """Both in eval mode, on the example and on fresh random numbers."""
     old, new = copy.deepcopy(old).eval(), copy.deepcopy(new).eval()
-    fresh = pytree.tree_map(lambda t: torch.randn_like(t) if isinstance(t, Tensor) and t.is_floating_point() else t, args)
+    fresh = pytree.tree_map(
+        lambda t: torch.randn_like(t) if isinstance(t, Tensor) and t.is_floating_point() else t, args
+    )
     for call in (args, fresh):
         for a, b in zip(tensors(old(*call, **kwargs)), tensors(new(*call, **kwargs)), strict=True):
             assert error(a, b) <= tolerance

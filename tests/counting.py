@@ -188,9 +188,23 @@ def almost_dead(b: TransformerBlock, heads: int) -> None:
     b.fc2.weight[3, 7] = 0.5
 
 
-TRANSFORMER_MASKS = {mask.__name__: mask for mask in (
-    mlp_width, dead_heads, same_places, ragged_places, attention_twins, proj_dead, fc2_dead, block_dead,
-    dead_at_the_start, only_qk, only_v, almost_dead)}
+TRANSFORMER_MASKS = {
+    mask.__name__: mask
+    for mask in (
+        mlp_width,
+        dead_heads,
+        same_places,
+        ragged_places,
+        attention_twins,
+        proj_dead,
+        fc2_dead,
+        block_dead,
+        dead_at_the_start,
+        only_qk,
+        only_v,
+        almost_dead,
+    )
+}
 
 
 class Fused(nn.Module):

@@ -7,14 +7,15 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
 from hypothesis import HealthCheck, given, settings
-from networks import Case, cases
 
 import squeeze_release as sr
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 from check import assert_same
+from networks import Case, cases
 
 tally: Counter[str] = Counter()
 
@@ -34,8 +35,9 @@ def attack(case: Case) -> None:
 def main(count: int) -> None:
     torch.set_num_threads(1)
     started = time.perf_counter()
-    run = settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True)(
-        given(cases())(attack))
+    run = settings(
+        max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True
+    )(given(cases())(attack))
     run()
     print(f"{dict(tally)} in {time.perf_counter() - started:.0f} s: no wrong result")
 

@@ -60,7 +60,9 @@ class SqueezeExcite(nn.Module):
 
 class LayerNorm2d(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+        return F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps).permute(
+            0, 3, 1, 2
+        )
 
 
 class Attention(nn.Module):
@@ -79,9 +81,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
         if self.style == "packed":
-            q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+            q, k, v = (
+                self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+            )
         else:
-            q, k, v = (part(x).view(batch, tokens, self.num_heads, self.head_dim).transpose(1, 2) for part in (self.q, self.k, self.v))
+            q, k, v = (
+                part(x).view(batch, tokens, self.num_heads, self.head_dim).transpose(1, 2)
+                for part in (self.q, self.k, self.v)
+            )
         if self.style == "matmul":
             y = ((q * self.scale) @ k.transpose(-2, -1)).softmax(-1) @ v
         elif self.style == "causal":
@@ -157,7 +164,9 @@ widths = st.integers(2, 9)
 def flat_layers(draw: Any, width: int, depth: int) -> tuple[list[nn.Module], int]:
     layers: list[nn.Module] = []
     for _ in range(draw(st.integers(1, depth))):
-        kind = draw(st.sampled_from(["linear", "linear", "bn", "ln", "act", "residual", "gated", "branches", "dropout"]))
+        kind = draw(
+            st.sampled_from(["linear", "linear", "bn", "ln", "act", "residual", "gated", "branches", "dropout"])
+        )
         if kind == "linear":
             new = draw(widths)
             layers.append(nn.Linear(width, new, bias=draw(st.booleans())))
@@ -188,8 +197,26 @@ def conv_layers(draw: Any, width: int, depth: int) -> tuple[list[nn.Module], int
     """Every layer keeps the resolution, so that branches can meet."""
     layers: list[nn.Module] = []
     for _ in range(draw(st.integers(1, depth))):
-        kind = draw(st.sampled_from(
-            ["conv", "conv", "depthwise", "grouped", "point", "bn", "ln", "gn", "act", "prelu", "residual", "branches", "se", "pool"]))
+        kind = draw(
+            st.sampled_from(
+                [
+                    "conv",
+                    "conv",
+                    "depthwise",
+                    "grouped",
+                    "point",
+                    "bn",
+                    "ln",
+                    "gn",
+                    "act",
+                    "prelu",
+                    "residual",
+                    "branches",
+                    "se",
+                    "pool",
+                ]
+            )
+        )
         bias = draw(st.booleans())
         if kind in ("conv", "point"):
             new, kernel = draw(widths), 1 if kind == "point" else 3
@@ -197,7 +224,9 @@ def conv_layers(draw: Any, width: int, depth: int) -> tuple[list[nn.Module], int
             layers.append(nn.Conv2d(width, new, kernel, padding=kernel // 2, bias=bias, padding_mode=mode))
             width = new
         elif kind == "depthwise":
-            layers.append(nn.Conv2d(width, width * draw(st.sampled_from([1, 1, 2])), 3, padding=1, groups=width, bias=bias))
+            layers.append(
+                nn.Conv2d(width, width * draw(st.sampled_from([1, 1, 2])), 3, padding=1, groups=width, bias=bias)
+            )
             width = layers[-1].out_channels
         elif kind == "grouped" and width % 2 == 0:
             new = 2 * draw(st.integers(1, 4))
@@ -212,8 +241,13 @@ def conv_layers(draw: Any, width: int, depth: int) -> tuple[list[nn.Module], int
         elif kind == "prelu":
             layers.append(nn.PReLU(draw(st.sampled_from([1, width]))))
         elif kind == "pool":
-            layers.append(draw(st.sampled_from([
-                nn.AvgPool2d(3, 1, 1), nn.AvgPool2d(3, 1, 1, count_include_pad=False), nn.MaxPool2d(3, 1, 1)])))
+            layers.append(
+                draw(
+                    st.sampled_from(
+                        [nn.AvgPool2d(3, 1, 1), nn.AvgPool2d(3, 1, 1, count_include_pad=False), nn.MaxPool2d(3, 1, 1)]
+                    )
+                )
+            )
         elif kind == "se":
             layers.append(SqueezeExcite(width, draw(widths)))
         elif kind == "residual" and depth > 1:
@@ -244,7 +278,9 @@ def token_layers(draw: Any, width: int, tokens: int) -> tuple[list[nn.Module], i
             body = Multihead(width, draw(st.sampled_from([h for h in (1, 2, 3, 4) if width % h == 0])))
         elif kind == "mlp":
             hidden = draw(widths)
-            body = nn.Sequential(nn.Linear(width, hidden), draw(st.sampled_from(ACTIVATIONS))(), nn.Linear(hidden, width))
+            body = nn.Sequential(
+                nn.Linear(width, hidden), draw(st.sampled_from(ACTIVATIONS))(), nn.Linear(hidden, width)
+            )
         elif kind == "gated":
             body = Gated(width, draw(widths), draw(st.sampled_from(["chunk", "slice"])))
         else:

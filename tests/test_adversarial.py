@@ -93,7 +93,7 @@ def test_large_constants_that_cancel():
     sr.squeeze(net, rand(2, 4))
 
 
-# --------------------------------------------------------------------------------------------- code that knows its width
+# ----------------------------------------------------------------------------------------- code that knows its width
 
 
 def branch(s, x):
@@ -237,7 +237,7 @@ def test_rotary_attention_with_dead_dimensions_is_exact(dims):
     check(net, rand(2, 5, 4))
 
 
-# ---------------------------------------------------------------------------------------------- squeezed, pruned, squeezed
+# ---------------------------------------------------------------------------------------- squeezed, pruned, squeezed
 
 
 def test_pruned_again_depthwise():

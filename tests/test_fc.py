@@ -185,8 +185,14 @@ def input_read_once(w: list[Tensor]) -> None:
     w[0][1:, :5] = 0
 
 
-STAYS: list[Masker] = [row_that_sums_to_zero, column_that_sums_to_zero, zero_row_of_the_output_layer,
-                       row_with_one_tiny_weight, reads_constants_and_one_living_unit, input_read_once]
+STAYS: list[Masker] = [
+    row_that_sums_to_zero,
+    column_that_sums_to_zero,
+    zero_row_of_the_output_layer,
+    row_with_one_tiny_weight,
+    reads_constants_and_one_living_unit,
+    input_read_once,
+]
 
 
 @pytest.mark.parametrize("mask", STAYS, ids=lambda mask: mask.__name__)

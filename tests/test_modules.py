@@ -61,11 +61,14 @@ def test_norm_equals_full_width(kept: int, removed: int, eps: float, how: dict[s
     assert torch.equal(x, before) and small.removed == removed and small.normalized_shape == (kept,)
 
 
-@pytest.mark.parametrize("x", [
-    torch.full((2, 6), 3.0, dtype=F64) + 1e-9 * torch.arange(12, dtype=F64).view(2, 6),  # kept nearly equal
-    torch.full((2, 6), 1e4, dtype=F64) + torch.arange(12, dtype=F64).view(2, 6),  # kept far from removed
-    1e-6 * torch.arange(12, dtype=F64).view(2, 6),  # variance far below eps
-])
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.full((2, 6), 3.0, dtype=F64) + 1e-9 * torch.arange(12, dtype=F64).view(2, 6),  # kept nearly equal
+        torch.full((2, 6), 1e4, dtype=F64) + torch.arange(12, dtype=F64).view(2, 6),  # kept far from removed
+        1e-6 * torch.arange(12, dtype=F64).view(2, 6),  # variance far below eps
+    ],
+)
 @pytest.mark.parametrize("constants", [[3.0, 3.0], [0.0, 0.0], [1e-6]])
 def test_norm_at_the_edges(x: Tensor, constants: list[float]) -> None:
     full, small = norms(6, torch.tensor(constants, dtype=F64))
@@ -225,12 +228,15 @@ def test_norm_refuses_the_wrong_width() -> None:
         CompensatedLayerNorm(5, channel_dim=2)
 
 
-@pytest.mark.parametrize("layer, shape", [
-    (nn.Linear(3, 4), (2, 6)),
-    (nn.Conv1d(3, 4, 3, padding=1), (2, 6, 5)),
-    (nn.Conv2d(3, 3, 3, groups=3, padding=1, padding_mode="circular"), (2, 6, 5, 5)),
-    (nn.Conv3d(3, 4, 2, bias=False), (2, 6, 3, 3, 3)),
-])
+@pytest.mark.parametrize(
+    "layer, shape",
+    [
+        (nn.Linear(3, 4), (2, 6)),
+        (nn.Conv1d(3, 4, 3, padding=1), (2, 6, 5)),
+        (nn.Conv2d(3, 3, 3, groups=3, padding=1, padding_mode="circular"), (2, 6, 5, 5)),
+        (nn.Conv3d(3, 4, 2, bias=False), (2, 6, 3, 3, 3)),
+    ],
+)
 def test_indexed_gathers_then_runs(layer: nn.Module, shape: tuple[int, ...]) -> None:
     x, index = torch.randn(shape), torch.tensor([5, 0, 0])
     new = with_index(layer, index)
@@ -336,8 +342,12 @@ def test_attention_equals_the_original(narrow: bool, batch_first: bool, grad: bo
         if not batched:
             key = key[0] if batch_first else key[:, 0]
         query = key if not cross else self_x if batched else self_x[0]
-        call = {"attn_mask": mask if kind else None, "key_padding_mask": padding if padded else None,
-                "need_weights": weights, "average_attn_weights": deep}
+        call = {
+            "attn_mask": mask if kind else None,
+            "key_padding_mask": padding if padded else None,
+            "need_weights": weights,
+            "average_attn_weights": deep,
+        }
         with torch.set_grad_enabled(grad):
             want, got = mha(query, key, key, **call), small(query, key, key, **call)
         close(got[0], want[0])

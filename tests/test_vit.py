@@ -35,8 +35,11 @@ def parts(block: nn.Module) -> TransformerBlock:
     layers = [block.get_submodule(name) for name in (norms[0], attention, norms[1], "mlp")]
     held = dict(block.named_parameters()) | dict(block.named_modules())
     return TransformerBlock(
-        *layers[:2], *(held.get(f"{attention}.{name}") for name in inner), *layers[2:],
-        *(held.get(f"mlp.{name}") for name in (("0", "3") if theirs else ("fc1", "fc2"))))
+        *layers[:2],
+        *(held.get(f"{attention}.{name}") for name in inner),
+        *layers[2:],
+        *(held.get(f"mlp.{name}") for name in (("0", "3") if theirs else ("fc1", "fc2"))),
+    )
 
 
 def random(model: nn.Module) -> nn.Module:
@@ -70,8 +73,16 @@ def images(size: int = 32, batch: int = 2, dtype: torch.dtype = torch.float64) -
 
 CASES = list(counting.TRANSFORMER_MASKS)
 # What is left of each: heads, and dimensions of a head. One projection serves q, k and v, so they go together.
-GOLDEN = {"mlp_width": (0, 64), "dead_heads": (-2, 64), "same_places": (0, 56), "ragged_places": (0, 56),
-          "only_qk": (0, 64), "only_v": (0, 64), "fc2_dead": (0, 64), "attention_twins": (0, 64)}
+GOLDEN = {
+    "mlp_width": (0, 64),
+    "dead_heads": (-2, 64),
+    "same_places": (0, 56),
+    "ragged_places": (0, 56),
+    "only_qk": (0, 64),
+    "only_v": (0, 64),
+    "fc2_dead": (0, 64),
+    "attention_twins": (0, 64),
+}
 DEAD_ATTENTION = ["proj_dead", "block_dead", "dead_at_the_start"]
 DEAD_MLP = ["fc2_dead", "block_dead", "dead_at_the_start"]
 
@@ -225,10 +236,19 @@ def test_a_stream_channel_goes_from_the_whole_model() -> None:
     with torch.no_grad():
         model.pos_embed[0, 2, 3] = 0.5  # does not depend on the input, but on the position
         model.blocks[1].attn.proj.bias[4] = 0.5  # a constant for the later norms, 0 for the earlier ones
-    small, _ = check(model, images(), golden={
-        "patch_embed.proj.out_channels": 28, "pos_embed": (1, 5, 28), "cls_token": (1, 1, 28),
-        "norm": CompensatedLayerNorm, "blocks.0.attn.qkv.in_features": 28,
-        "blocks.1.mlp.fc2.out_features": 28, "head.in_features": 28})
+    small, _ = check(
+        model,
+        images(),
+        golden={
+            "patch_embed.proj.out_channels": 28,
+            "pos_embed": (1, 5, 28),
+            "cls_token": (1, 1, 28),
+            "norm": CompensatedLayerNorm,
+            "blocks.0.attn.qkv.in_features": 28,
+            "blocks.1.mlp.fc2.out_features": 28,
+            "head.in_features": 28,
+        },
+    )
     assert int(small.norm.count) == 4
 
 
@@ -335,8 +355,16 @@ def test_constant_value_channels_go_where_v_has_its_own_projection(kind: type[nn
     model = net(kind)
     with torch.no_grad():
         model.attention.v.weight.view(4, 6, 24)[[0, 1, 2, 3], [0, 3, 5, 1]] = 0  # one in each head, anywhere
-    check(model, tokens(), golden={"attention.v.out_features": 20, "attention.out.in_features": 20,
-                                   "attention.q.out_features": 24, "attention.num_heads": 4})
+    check(
+        model,
+        tokens(),
+        golden={
+            "attention.v.out_features": 20,
+            "attention.out.in_features": 20,
+            "attention.q.out_features": 24,
+            "attention.num_heads": 4,
+        },
+    )
 
 
 @pytest.mark.parametrize("kind", [Fused, WrittenOut])
@@ -353,8 +381,11 @@ def test_constant_keys_go_and_the_scale_stays(kind: type[nn.Module]) -> None:
     model = net(kind)
     with torch.no_grad():
         model.attention.k.weight.view(4, 6, 24)[[0, 1, 2, 3], [0, 3, 5, 1]] = 0
-    check(model, tokens(), golden={"attention.k.out_features": 20, "attention.q.out_features": 20,
-                                   "attention.v.out_features": 24})
+    check(
+        model,
+        tokens(),
+        golden={"attention.k.out_features": 20, "attention.q.out_features": 20, "attention.v.out_features": 24},
+    )
 
 
 @pytest.mark.parametrize(("kind", "heads"), [(Fused, 3), (WrittenOut, 2)])

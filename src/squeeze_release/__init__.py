@@ -7,5 +7,16 @@ from .squeeze import Squeezed, squeeze
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["CompensatedLayerNorm", "ExportError", "InputError", "MaskError", "ModelError", "Report", "SqueezeError",
-           "Squeezed", "VerificationError", "WeightError", "squeeze"]
+__all__ = [
+    "CompensatedLayerNorm",
+    "ExportError",
+    "InputError",
+    "MaskError",
+    "ModelError",
+    "Report",
+    "SqueezeError",
+    "Squeezed",
+    "VerificationError",
+    "WeightError",
+    "squeeze",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -73,13 +73,18 @@ class Analysis:
         if labels is not None:
             self.pin(labels, op, text)
 
-    def grid(self, op: Op, table: Tensor, *, outer: Tensor | None = None, inner: Tensor | None = None,
-             ragged: bool = True) -> Tensor:
+    def grid(
+        self, op: Op, table: Tensor, *, outer: Tensor | None = None, inner: Tensor | None = None, ragged: bool = True
+    ) -> Tensor:
         """Keep the rows of a table equally long; returns the labels that stand for its rows."""
         if outer is None:
             key = (tuple(table.shape), tuple(table.reshape(-1).tolist()))
-            outer = self._grid_rows.setdefault(key, self.labels.fresh(len(table)) if key not in self._grid_rows else table)
-        grid = Grid(table, op.where, outer, inner, ragged, rigid=ragged and "head_dims" not in self.options, module=op.module)
+            outer = self._grid_rows.setdefault(
+                key, self.labels.fresh(len(table)) if key not in self._grid_rows else table
+            )
+        grid = Grid(
+            table, op.where, outer, inner, ragged, rigid=ragged and "head_dims" not in self.options, module=op.module
+        )
         if not any(_same(grid, other) for other in self.grids[-64:]):
             self.grids.append(grid)
         return outer
@@ -88,7 +93,11 @@ class Analysis:
         """The constants that every call of a reader sees alike; NaN elsewhere."""
         first, *others = self.constants[reader]
         for other in others:
-            first = torch.where(first == other, first, torch.nan) if other.shape == first.shape else torch.full_like(first, torch.nan)
+            first = (
+                torch.where(first == other, first, torch.nan)
+                if other.shape == first.shape
+                else torch.full_like(first, torch.nan)
+            )
         return first
 
     def can_fold(self, op: Op) -> bool:
@@ -112,7 +121,11 @@ class Analysis:
         """Whether these labels are rows of weights that only linear ops read."""
         owned = torch.zeros(0, dtype=torch.int64)
         for name, dims in self.param_dims.items():
-            if len(dims) == 2 and dims[0] is not None and all(op.name == "aten.linear.default" for op in self.readers.get(name, [])):
+            if (
+                len(dims) == 2
+                and dims[0] is not None
+                and all(op.name == "aten.linear.default" for op in self.readers.get(name, []))
+            ):
                 owned = torch.cat([owned, dims[0]])
         return bool(torch.isin(labels, owned).all())
 
@@ -132,12 +145,23 @@ class Analysis:
             self.pins += [(grid.labels.unique(), module, text) for grid in grids]
         elif step <= 3:
             self.refused[module] = 3
-            facts = [fact for op in self.ops if op.module == module for fact in (*op.facts(), *op.outputs())]
-            self.pins += [(layer.unique(), module, text) for fact in facts for layer in fact.layers]
+            self.pins += [(layer.unique(), module, text) for fact in self._around(module) for layer in fact.layers]
         elif step == 4:
             self.pins.append((torch.arange(len(self.labels.parent)), module, text))
             self.whole |= {path for path, _ in self.model.named_modules()}
         return step <= 4
+
+    def _around(self, module: str) -> Iterator[Fact]:
+        """What the own code of a module reads and writes, and what comes into it."""
+        for op in self.ops:
+            if op.module == module:
+                yield from op.facts()
+                yield from op.outputs()
+            elif module and blocks.within(op.module, module):
+                outside = [
+                    node for node in op.node.all_input_nodes if not blocks.within(op.trace.module_of(node), module)
+                ]
+                yield from (fact for other in self.ops if other.node in outside for fact in other.outputs())
 
     # ------------------------------------------------------------------ forward
 
@@ -155,7 +179,7 @@ class Analysis:
                 self.outputs += flat(fx.node.map_arg(node.args, look))
             elif node.target is operator.getitem:
                 whole = look(node.args[0])
-                facts[node] = whole[node.args[1]] if isinstance(whole, list) else None
+                facts[node] = whole[int(node.args[1])] if isinstance(whole, list) else None  # type: ignore[arg-type]
             elif node.op == "call_function":
                 given = fx.node.map_arg(named_arguments(node), look)
                 facts[node] = self._apply(Op(node, trace, dict(given)))
@@ -188,8 +212,8 @@ class Analysis:
     def settle(self) -> Live:
         """The smallest set of classes that must stay.
 
-        A block may be constant but for channels that turn out to go, and without the block more may go: so again, as long
-        as that finds another dead block.
+        A block may be constant but for channels that turn out to go, and without the block more may go: so again, as
+        long as that finds another dead block.
         """
         self.grids.sort(key=lambda grid: -grid.labels.size(1))
         borders = blocks.borders(self)
@@ -198,7 +222,9 @@ class Analysis:
         for _ in range(_MOST_ROUNDS):
             self.settled, before, dead, wanted = live, live, self.dead, self.wanted
             live = self._settle(borders)
-            if bool((live.mask & ~before.mask & ~live.filler).any()):  # what was taken for gone came back: stay with the round before
+            if bool(
+                (live.mask & ~before.mask & ~live.filler).any()
+            ):  # what was taken for gone came back: stay with the round before
                 self.settled, self.dead, self.wanted, self.cut = None, {}, set(), set()
                 return self._settle(borders)
             if self.dead.keys() == dead.keys() and self.wanted == wanted:
@@ -209,7 +235,9 @@ class Analysis:
         """The numbers of an output that are constant, with 0 for channels that go anyway."""
         assert isinstance(op.out, Fact)
         value = op.out.value
-        for layer in op.out.layers if self.settled is not None else ():
+        if self.settled is None:
+            return value
+        for layer in op.out.layers:
             value = torch.where(self.settled[compact(layer)], compact(value), 0.0).expand(value.shape)
         return value
 
@@ -249,9 +277,9 @@ class Analysis:
             live.mark(labels, where, text)
         for name, canonical in self._canonical.items():
             if any(blocks.within(name, kept) for kept in self.keep):
-                for labels in self.param_dims.get(canonical, ()):
-                    if labels is not None:
-                        live.mark(labels, name, "named in keep=")
+                for mine in self.param_dims.get(canonical, ()):
+                    if mine is not None:
+                        live.mark(mine, name, "named in keep=")
 
     def _keep_one(self, live: Live) -> None:
         """No width is ever 0: convolutions with 0 channels return a wrong shape without an error."""
@@ -259,7 +287,12 @@ class Analysis:
             grid.settle(live, least=1)
             if live.grown:
                 return
-        vectors = [(name, labels) for name, dims in self.param_dims.items() if not blocks.inside(name, self.dead) for labels in dims]
+        vectors = [
+            (name, labels)
+            for name, dims in self.param_dims.items()
+            if not blocks.inside(name, self.dead)
+            for labels in dims
+        ]
         vectors += [(name, replacement.labels) for name, replacement in self.dead.items()]
         for name, labels in vectors:
             if labels is not None and not bool(live[labels].any()):
@@ -286,8 +319,12 @@ def can_take_bias(module: nn.Module, weight: Tensor) -> bool:
     """Whether a module without a bias would use one if it had it."""
     plain = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     own = getattr(module, "weight", None)
-    return (isinstance(module, plain) and isinstance(own, Tensor) and own.shape == weight.shape
-            and (type(module).forward in [p.forward for p in plain] or can_index(module)))
+    return (
+        isinstance(module, plain)
+        and isinstance(own, Tensor)
+        and own.shape == weight.shape
+        and (type(module).forward in [p.forward for p in plain] or can_index(module))
+    )
 
 
 def _same(a: Grid, b: Grid) -> bool:
@@ -313,8 +350,11 @@ def widths(fact: Fact, live: Live) -> tuple[int, ...]:
     shape = list(fact.shape)
     for layer in fact.layers:
         dims = varying(layer)
-        alive = live[layer.permute(*dims, *[d for d in range(layer.dim()) if d not in dims]).reshape(
-            *[layer.size(d) for d in dims], -1)[..., 0]]
+        alive = live[
+            layer.permute(*dims, *[d for d in range(layer.dim()) if d not in dims]).reshape(
+                *[layer.size(d) for d in dims], -1
+            )[..., 0]
+        ]
         for i, d in enumerate(dims[:-1]):
             shape[d] = int(alive.transpose(0, i).flatten(1).any(1).sum())
         shape[dims[-1]] = int(alive.flatten(0, -2).sum(1).max()) if len(dims) > 1 else int(alive.sum())

@@ -32,7 +32,11 @@ class Replacement:
     outputs: int = 0  # a tuple of so many, or 0 for a tensor
 
     def same(self, other: Replacement | None) -> bool:
-        if other is None or (self.kind, self.channel_dim, self.outputs) != (other.kind, other.channel_dim, other.outputs):
+        if other is None or (self.kind, self.channel_dim, self.outputs) != (
+            other.kind,
+            other.channel_dim,
+            other.outputs,
+        ):
             return False
         return self.value is None or other.value is None or torch.equal(self.value, other.value)
 
@@ -128,7 +132,14 @@ def unread(ctx: Analysis, every: list[Borders]) -> dict[str, Replacement]:
     busy = {path for op in ctx.wanted for path in op.trace.paths[op.node]}
     # Last first: whether a module may change the width it hands on depends on those after it.
     for name, module in reversed(list(ctx.model.named_modules())):
-        if not name or name in busy or any(within(read, name) for read in ctx.dead) or inside(name, ctx.dead) or not any(True for _ in module.parameters()) or _kept(name, ctx):
+        if (
+            not name
+            or name in busy
+            or any(within(read, name) for read in ctx.dead)
+            or inside(name, ctx.dead)
+            or not any(True for _ in module.parameters())
+            or _kept(name, ctx)
+        ):
             continue
         called = any(border.trace.calls[name].count for border in every)
         if called and all(_passes(border, name, {**ctx.dead, **found}) for border in every):
@@ -155,7 +166,9 @@ def _only_width_differs(shape: tuple[int, ...], op: Op | None) -> bool:
         return False
     differ = [d for d in range(len(shape)) if shape[d] != op.out.shape[d]]
     affine = op.memo.get("geometry")  # one channel has no labels, but an affine op says where its channels are
-    return len(differ) == 1 and (bool(op.out.along(differ[0])) or (affine and affine.channel % len(shape) == differ[0]))
+    if len(differ) != 1:
+        return False
+    return bool(op.out.along(differ[0])) or (affine is not None and affine.channel % len(shape) == differ[0])
 
 
 def _widthless(border: Borders, node: fx.Node, replaced: dict[str, Replacement]) -> bool:
@@ -191,7 +204,9 @@ def _replacement(border: Borders, name: str, module: nn.Module) -> Replacement |
         if shift is not None:
             return _by_channel("shift", shift, call, border.ops[node])
     op = border.ops.get(node)
-    return _by_channel("constant", border.ctx.known(op), call, op) if op is not None and isinstance(op.out, Fact) else None
+    return (
+        _by_channel("constant", border.ctx.known(op), call, op) if op is not None and isinstance(op.out, Fact) else None
+    )
 
 
 def _by_channel(kind: str, value: Tensor, call: ModuleCall, op: Op) -> Replacement | None:
@@ -200,7 +215,9 @@ def _by_channel(kind: str, value: Tensor, call: ModuleCall, op: Op) -> Replaceme
     if not isinstance(out, Fact) or shape_in is None:
         return None
     rank = len(out.shape)
-    for dim in sorted((-1, 1), key=lambda dim: rank > 2 and not out.along(dim)):  # where the channels are, if that is known
+    for dim in sorted(
+        (-1, 1), key=lambda dim: rank > 2 and not out.along(dim)
+    ):  # where the channels are, if that is known
         if len(shape_in) != rank or rank < (1 if dim == -1 else 3):
             continue
         if shape_in != out.shape and not _only_width_differs(shape_in, op):
@@ -229,7 +246,7 @@ def _shift(node: fx.Node, entry: fx.Node, border: Borders) -> Tensor | None:
             continue
         if not str(node.target).startswith(("aten.add.Tensor", "aten.add_.Tensor")) or node.kwargs.get("alpha", 1) != 1:
             return None
-        sides = [(side, border.ops.get(side)) for side in node.args]  # type: ignore[call-overload]
+        sides = [(side, border.ops.get(side)) for side in node.args if isinstance(side, fx.Node)]
         values = [(side, border.ctx.known(op)) for side, op in sides if op is not None and isinstance(op.out, Fact)]
         constant = [(side, value) for side, value in values if not bool(compact(value).isnan().any())]
         if len(constant) != 1 or len(sides) != 2:
@@ -238,7 +255,5 @@ def _shift(node: fx.Node, entry: fx.Node, border: Borders) -> Tensor | None:
         if value.shape != node.meta["val"].shape:
             return None
         total = value if total is None else compact(total) + compact(value)
-        node = next(side for side, _ in sides if side is not constant[0][0])  # type: ignore[assignment]
-        if not isinstance(node, fx.Node):
-            return None
+        node = next(side for side, _ in sides if side is not constant[0][0])
     return None if total is None else total.expand(tuple(entry.meta["val"].shape))

@@ -1,8 +1,8 @@
 """Does the user's code follow the new widths?
 
 Many widths in user code are derived from shapes and follow by themselves. Others are attributes (`num_heads`), which
-are set on the copy. Whether everything followed is seen by tracing the narrowed model: every op must have the shape that
-the plan predicts. Where it does not, the module at fault keeps its channels, with that reason.
+are set on the copy. Whether everything followed is seen by tracing the narrowed model: every op must have the shape
+that the plan predicts. Where it does not, the module at fault keeps its channels, with that reason.
 """
 
 from __future__ import annotations
@@ -53,14 +53,17 @@ def fit(ctx: Analysis, calls: list[Call], build: Callable[[Plan], nn.Module]) ->
         assert problem is not None
         if not ctx.refuse(problem.module, problem.text):
             raise ExportError(
-                f"the code of the model does not follow its own widths: {problem.text}", where=problem.module or "the model",
-                consequence="nothing was changed", remedy="name the module in keep=, and report this model")
+                f"the code of the model does not follow its own widths: {problem.text}",
+                where=problem.module or "the model",
+                consequence="nothing was changed",
+                remedy="name the module in keep=, and report this model",
+            )
 
 
 def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, int]]]:
     """Ways to set the int attributes that look like a width which changed, the likeliest first.
 
-    A choice is made once for all modules of a class: "this attribute follows the n-th of the widths that had its value".
+    A choice is made once for all modules of a class: this attribute follows the n-th of the widths that had its value.
     """
     wishes = _wishes(ctx, live)
     ranges = [range(max(len(values) for values in places.values())) for places in wishes.values()]
@@ -89,9 +92,10 @@ def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[int]]]:
         if type(module).__module__.startswith("torch.nn."):
             continue
         for attribute, value in vars(module).items():
-            new = [width for width in dict.fromkeys(changed.get(value, ())) if width != value] if type(value) is int else []
-            if new:  # the changed value first: an attribute that has the value of a width mostly is that width
-                wishes.setdefault((type(module), attribute, value), {})[path] = [*new, value]
+            known = changed.get(value, ()) if type(value) is int else ()
+            widths_now = [width for width in dict.fromkeys(known) if width != value]
+            if widths_now:  # the changed value first: an attribute that has the value of a width mostly is that width
+                wishes.setdefault((type(module), attribute, value), {})[path] = [*widths_now, value]
     return wishes
 
 
@@ -135,14 +139,23 @@ def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> P
 
 
 def _shapes(output: fx.Node) -> list[tuple[int, ...]]:
-    return [tuple(int(s) for s in value.shape) for node in output.all_input_nodes for value in _tensors(node.meta.get("val"))]
+    return [
+        tuple(int(s) for s in value.shape)
+        for node in output.all_input_nodes
+        for value in _tensors(node.meta.get("val"))
+    ]
 
 
 def _plain(trace: Trace, plan: Plan) -> list[fx.Node]:
     """The ops outside the modules that were swapped for others."""
     swapped = {**plan.dead, **dict.fromkeys(plan.heads), **dict.fromkeys(plan.indices)}
-    return [node for node in trace.nodes if node.op == "call_function" and not set(trace.paths[node]) & set(swapped)
-            and trace.module_of(node) not in swapped]
+    return [
+        node
+        for node in trace.nodes
+        if node.op == "call_function"
+        and not set(trace.paths[node]) & set(swapped)
+        and trace.module_of(node) not in swapped
+    ]
 
 
 def _tensors(value: Any) -> list[Any]:
@@ -180,11 +193,10 @@ def _moved_start(op: Op, live: Live) -> int:
     """Where it has to begin once dead channels in front of it are gone."""
     start, x = _start(op.node) or 0, next(op.facts())
     for layer in x.along(op.given["dim"]):
-        rows = live[layer.movedim(op.given["dim"], 0).flatten(1)[:start]]
+        rows = live[layer.movedim(op.given["dim"], 0).reshape(layer.size(op.given["dim"]), -1)[:start]]
         return int(rows.sum(0).max()) if start else 0
     return start
 
 
 def _short(node: fx.Node) -> str:
     return str(node.target).removesuffix(".default")
-

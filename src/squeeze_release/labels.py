@@ -144,7 +144,9 @@ class Grid:
         if not rows.any():
             return
         wanted = self._wanted(alive, rows, live, least)
-        live.mark(self.labels[wanted & ~alive], self.where, "every head or group that stays must keep equally many channels")
+        live.mark(
+            self.labels[wanted & ~alive], self.where, "every head or group that stays must keep equally many channels"
+        )
         if self.inner is not None:
             live.mark(self.inner[wanted.any(0)], self.where, "shared by every head or group that stays")
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import MaskError, ModelError, WeightError
+from .modules import NarrowMultiheadAttention
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -331,7 +332,7 @@ def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _prunable_names(module: nn.Module) -> tuple[str, ...]:
-    if isinstance(module, nn.MultiheadAttention):
+    if isinstance(module, (nn.MultiheadAttention, NarrowMultiheadAttention)):
         return _ATTENTION_WEIGHTS
     return ("weight",) if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) else ()
 

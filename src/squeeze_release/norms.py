@@ -27,8 +27,16 @@ def _fake_norm(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
 
 
-def _real_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, channel_dim: int, eps: float, removed: float,
-               removed_mean: float, removed_m2: float) -> Tensor:
+def _real_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    channel_dim: int,
+    eps: float,
+    removed: float,
+    removed_mean: float,
+    removed_m2: float,
+) -> Tensor:
     """The plain formula: it runs once, when the example inputs are tried."""
     x = x.movedim(channel_dim, -1)
     total = x.size(-1) + removed
@@ -53,12 +61,14 @@ def as_one_op(module: nn.Module) -> Iterator[None]:
         return
 
     stats = (0.0, 0.0, 0.0)
+    eps = float(module.eps)  # type: ignore[arg-type]
     if isinstance(module, CompensatedLayerNorm):
         stats = (float(module.count), float(module.mean), float(module.m2))
 
     def forward(x: Tensor) -> Tensor:
         result: Tensor = torch.ops.squeeze_release.layer_norm(
-            x, getattr(module, "weight", None), getattr(module, "bias", None), dim, float(module.eps), *stats)
+            x, getattr(module, "weight", None), getattr(module, "bias", None), dim, eps, *stats
+        )
         return result
 
     module.forward = forward
@@ -75,7 +85,12 @@ def channel_dim(module: nn.Module) -> int | None:
     if type(module) is nn.LayerNorm:
         return -1 if len(module.normalized_shape) == 1 else None
     weight = getattr(module, "weight", None)
-    if any(module.children()) or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or "forward" in module.__dict__:
+    if (
+        any(module.children())
+        or not isinstance(weight, nn.Parameter)
+        or weight.dim() != 1
+        or "forward" in module.__dict__
+    ):
         return None
     if not isinstance(getattr(module, "eps", None), float) or set(module._buffers):
         return None

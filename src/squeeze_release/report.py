@@ -111,7 +111,9 @@ def _layer_table(layers: tuple[Layer, ...]) -> Table:
     for column in (3, 4):
         table.columns[column].justify = "right"
     for layer in layers:
-        table.add_row(layer.name, layer.before, f"-> {layer.after}", f"{layer.params_before:,}", f"-> {layer.params_after:,}")
+        table.add_row(
+            layer.name, layer.before, f"-> {layer.after}", f"{layer.params_before:,}", f"-> {layer.params_after:,}"
+        )
     return table
 
 
@@ -131,14 +133,18 @@ def _totals(report: Report) -> Table:
         ("prunable weights", report.before.weights, report.before.weights_alive, report.after.weights),
     ):
         table.add_row(name, f"{total:,}", f"{alive:,}", f"{after:,}", f"{total / max(after, 1):.2f}x")
-    proof = "not verified" if report.verification is None else (
-        f"max error {report.verification.max_error:.1e} in float64 over {len(report.verification.variants)} variants")
+    proof = (
+        "not verified"
+        if report.verification is None
+        else (f"max error {report.verification.max_error:.1e} in float64, {len(report.verification.variants)} variants")
+    )
     table.caption = f"{proof}; {report.seconds:.1f} s"
     return table
 
 
-def make_report(ctx: Analysis, live: Live, plan: Plan, old: nn.Module, new: nn.Module, proof: Verification | None,
-                seconds: float) -> Report:
+def make_report(
+    ctx: Analysis, live: Live, plan: Plan, old: nn.Module, new: nn.Module, proof: Verification | None, seconds: float
+) -> Report:
     return Report(count(old), count(new), _layers(old, new), _kept(ctx, live, plan), proof, seconds, plan)
 
 
@@ -182,12 +188,19 @@ def _kept(ctx: Analysis, live: Live, plan: Plan) -> tuple[Kept, ...]:
             continue
         tensor = ctx.tensor(weight)
         geometry = op.memo["geometry"]
-        for what, dim, labels in (("outputs", geometry.rows, op.memo["rows"]), ("inputs", geometry.columns, op.memo["columns"])):
+        for what, dim, labels in (
+            ("outputs", geometry.rows, op.memo["rows"]),
+            ("inputs", geometry.columns, op.memo["columns"]),
+        ):
             if labels is None or (weight, what) in seen or tensor.size(dim) != len(labels):
                 continue
             seen.add((weight, what))
             others = [d for d in range(tensor.dim()) if d != dim]
-            zero = ~(tensor != 0).any(dim=others[0]) if len(others) == 1 else ~(tensor != 0).movedim(dim, 0).flatten(1).any(1)
+            zero = (
+                ~(tensor != 0).any(dim=others[0])
+                if len(others) == 1
+                else ~(tensor != 0).movedim(dim, 0).flatten(1).any(1)
+            )
             for label in labels[zero & live[labels]].tolist():
                 found[op.module, what, str(live.reason(label))] += 1
     return tuple(Kept(name or "(model)", what, number, reason) for (name, what, reason), number in found.items())

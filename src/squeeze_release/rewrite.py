@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Replacement
-from .modules import CompensatedLayerNorm, Constant, Passthrough, Shift, narrow_attention, with_index
+from .modules import (
+    CompensatedLayerNorm,
+    Constant,
+    NarrowMultiheadAttention,
+    Passthrough,
+    Shift,
+    narrow_attention,
+    with_index,
+)
 from .plan import ConstantRows, Fold, Plan
 
 
@@ -19,7 +27,10 @@ class Tensors:
         self.model = model
         self.names: dict[str, list[str]] = {}
         ties: dict[int, list[str]] = {}
-        for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        for name, tensor in [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]:
             ties.setdefault(id(tensor), []).append(name)
             self.names[name] = ties[id(tensor)]
 
@@ -107,7 +118,7 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
         model = _swap(model, path, compensated(model.get_submodule(path), constants, channel_dim))
     for path, heads in plan.heads.items():
         mha = model.get_submodule(path)
-        assert isinstance(mha, nn.MultiheadAttention)
+        assert isinstance(mha, (nn.MultiheadAttention, NarrowMultiheadAttention))
         model = _swap(model, path, narrow_attention(mha, heads.count, heads.head_dim, heads.v_head_dim, heads.scale))
     for path, replacement in plan.dead.items():
         model = _swap(model, path, _stand_in(model.get_submodule(path), replacement))
@@ -122,8 +133,12 @@ def _leave_fast_path(module: nn.Module) -> None:
         if not all(type(norm) is nn.LayerNorm for norm in (module.norm1, module.norm2)):
             module.activation_relu_or_gelu = 0
     elif isinstance(module, nn.TransformerEncoder):
-        plain = [type(layer) is nn.TransformerEncoderLayer and type(layer.self_attn) is nn.MultiheadAttention
-                 and layer.activation_relu_or_gelu for layer in module.layers]
+        plain = [
+            type(layer) is nn.TransformerEncoderLayer
+            and type(layer.self_attn) is nn.MultiheadAttention
+            and layer.activation_relu_or_gelu
+            for layer in module.layers
+        ]
         module.use_nested_tensor = module.use_nested_tensor and all(plain)
 
 
@@ -161,7 +176,8 @@ def compensated(norm: nn.Module, constants: Tensor, channel_dim: int) -> Compens
     if like is not None:
         new.to(like.device)
     new.merge(constants)
-    return _inherit(new, norm)
+    _inherit(new, norm)
+    return new
 
 
 def _stand_in(module: nn.Module, replacement: Replacement) -> nn.Module:
@@ -173,7 +189,8 @@ def _stand_in(module: nn.Module, replacement: Replacement) -> nn.Module:
         assert replacement.value is not None
         numbers = replacement.value.to(like.device, like.dtype)
         new = (Shift if replacement.kind == "shift" else Constant)(
-            numbers, channel_dim=replacement.channel_dim, outputs=replacement.outputs)
+            numbers, channel_dim=replacement.channel_dim, outputs=replacement.outputs
+        )
         for parameter in new.parameters():
             parameter.requires_grad_(any(p.requires_grad for p in module.parameters()))
     return _inherit(new, module)
@@ -182,8 +199,15 @@ def _stand_in(module: nn.Module, replacement: Replacement) -> nn.Module:
 def _inherit(new: nn.Module, old: nn.Module) -> nn.Module:
     """Hooks and mode of the module that is replaced."""
     new.training = old.training
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-                  "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
+    for hooks in (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+    ):
         setattr(new, hooks, getattr(old, hooks))
     return new
 

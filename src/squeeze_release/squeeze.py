@@ -66,7 +66,9 @@ def squeeze(
     traces = [trace(masked, call) for call in calls]  # 1. trace
     facts = analyse(masked, traces, rules, keep)  # 2. constants, forward
     small, plan, live = fit(  # 3. liveness, backward  4. plan
-        facts, calls, build=lambda plan: rewrite(copy_model(masked), plan)  # 5. rewrite the user's modules
+        facts,
+        calls,
+        build=lambda plan: rewrite(copy_model(masked), plan),  # 5. rewrite the user's modules
     )
     proof = None
     if verify:  # 6. old against new
@@ -81,14 +83,22 @@ def squeeze(
 
 def _check_arguments(rules: str) -> None:
     if rules not in RULE_SETS:
-        raise InputError(f"rules={rules!r} is not a rule set", where="squeeze(..., rules=)", consequence="nothing was changed",
-                         remedy=f"use one of {', '.join(map(repr, RULE_SETS))}")
+        raise InputError(
+            f"rules={rules!r} is not a rule set",
+            where="squeeze(..., rules=)",
+            consequence="nothing was changed",
+            remedy=f"use one of {', '.join(map(repr, RULE_SETS))}",
+        )
 
 
 def _check_keep(model: nn.Module, keep: Sequence[str]) -> Sequence[str]:
     names = {name for name, _ in model.named_modules()}
     for name in keep:
         if name not in names:
-            raise InputError(f"keep names no module: {name!r}", where=type(model).__name__, consequence="nothing was changed",
-                             remedy="use the dotted names of model.named_modules()")
+            raise InputError(
+                f"keep names no module: {name!r}",
+                where=type(model).__name__,
+                consequence="nothing was changed",
+                remedy="use the dotted names of model.named_modules()",
+            )
     return keep

@@ -71,9 +71,12 @@ def as_calls(example_inputs: Any, kwargs: dict[str, Any] | None) -> list[Call]:
     """A tensor, a tuple of arguments, or a list of such calls -> (args, kwargs) pairs."""
     calls = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     if not calls:
-        raise InputError("example_inputs is an empty list", where="squeeze(model, example_inputs)",
-                         consequence="there is nothing to trace the model with",
-                         remedy="pass a tensor, a tuple of arguments, or a list of such calls")
+        raise InputError(
+            "example_inputs is an empty list",
+            where="squeeze(model, example_inputs)",
+            consequence="there is nothing to trace the model with",
+            remedy="pass a tensor, a tuple of arguments, or a list of such calls",
+        )
     return [(call if isinstance(call, tuple) else (call,), dict(kwargs or {})) for call in calls]
 
 
@@ -83,7 +86,7 @@ def trace(model: nn.Module, call: Call) -> Trace:
         calls = _probe(model, call)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytrees
+                warnings.simplefilter("ignore")  # torch.export warns of itself
                 program = torch.export.export(model, *call, strict=False)
                 if _mutates(program.graph):
                     program = program.run_decompositions(_FUNCTIONALISE)
@@ -94,13 +97,16 @@ def trace(model: nn.Module, call: Call) -> Trace:
                 f"torch.export cannot trace this model: {_first_line(cause)}",
                 where=type(model).__name__,
                 consequence="nothing was changed; without a trace no channel can be shown to be removable",
-                remedy="make torch.export.export(model.eval(), args, strict=False) work (data-dependent branches are the "
-                "usual cause), or squeeze the part of the model that exports",
+                remedy="make torch.export.export(model.eval(), args, strict=False) work (data-dependent branches are "
+                "the usual cause), or squeeze the part of the model that exports",
             ) from cause
     signature = program.graph_signature
     params = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     made = {name: program.constants[target] for name, target in signature.inputs_to_lifted_tensor_constants.items()}
-    known = {name for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]}
+    known = {
+        name
+        for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    }
     nodes = list(program.graph.nodes)
     paths = {node: _paths(node) for node in nodes}
     return Trace(nodes, {k: v for k, v in params.items() if v in known}, calls, made, paths)
@@ -153,7 +159,7 @@ def _probe(model: nn.Module, call: Call) -> dict[str, ModuleCall]:
     except Exception as cause:
         error = InputError(
             f"the model cannot run on the example inputs: {_first_line(cause)}",
-            where=f"{type(model).__name__}({_shapes(call)}), in {entered[-1] if entered and entered[-1] else 'its own forward'}",
+            where=f"{type(model).__name__}({_shapes(call)}), in {(entered and entered[-1]) or 'its own forward'}",
             consequence="nothing was changed",
             remedy="pass inputs with which model(*example_inputs, **kwargs) works",
         )
@@ -167,7 +173,11 @@ def _probe(model: nn.Module, call: Call) -> dict[str, ModuleCall]:
 
 def _shapes(call: Call) -> str:
     def show(value: Any) -> str:
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        return (
+            f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
 
     return ", ".join([show(a) for a in pytree.tree_leaves(call[0])] + [f"{k}={show(v)}" for k, v in call[1].items()])
 
@@ -210,5 +220,9 @@ def _is_view(node: fx.Node) -> bool:
     if schema.is_mutable:
         return False
     return any(argument.alias_info is not None for argument in schema.arguments) or node.target in (
-        torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default, torch.ops.aten.flatten.using_ints,
-        torch.ops.aten.dropout.default, torch.ops.aten.to.dtype)
+        torch.ops.aten.reshape.default,
+        torch.ops.aten.contiguous.default,
+        torch.ops.aten.flatten.using_ints,
+        torch.ops.aten.dropout.default,
+        torch.ops.aten.to.dtype,
+    )

@@ -7,5 +7,18 @@ need, `absorb` how the parameters change when channels go. Its docstring states 
 from . import affine, attention, elementwise, index, norm, pool, shape
 from .base import RULES, UNKNOWN, Op, Rule, flat, rule
 
-__all__ = ["RULES", "UNKNOWN", "Op", "Rule", "affine", "attention", "elementwise", "flat", "index", "norm", "pool", "rule",
-           "shape"]
+__all__ = [
+    "RULES",
+    "UNKNOWN",
+    "Op",
+    "Rule",
+    "affine",
+    "attention",
+    "elementwise",
+    "flat",
+    "index",
+    "norm",
+    "pool",
+    "rule",
+    "shape",
+]

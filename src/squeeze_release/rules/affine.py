@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ..plan import Plan
 
 
+_MOST_CANCELLATION = 1e5  # in float64 that leaves 11 digits
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Where an affine op keeps its channels."""
@@ -95,7 +98,7 @@ class Affine(Rule):
         return labels if labels is not None else mine
 
     def _bind_depthwise(self, op: Op, ctx: Analysis, labels: Tensor | None, name: str, geometry: Geometry) -> None:
-        """Each output channel reads one input channel of its own. Where no index can sit in between, they go together."""
+        """Each output channel reads an input channel of its own; where no index can sit between, they go together."""
         rows = ctx.param_labels(name, geometry.rows)
         if rows is None or ctx.can_index(op):
             return
@@ -171,13 +174,29 @@ class Affine(Rule):
         c = ctx.agreed(op.memo["weight"])
         if c.numel() != read.numel():
             c = torch.full_like(read, torch.nan, dtype=torch.float64)
-        free = c == 0 if not ctx.can_fold(op) else ~c.isnan()
         live.mark(columns[read & c.isnan()], op.where, self._refusal(op))
-        live.mark(columns[read & ~c.isnan() & ~free], op.where, "a constant, but there is no bias to fold it into")
+        constant = read & ~c.isnan() & (c != 0)
+        if not ctx.can_fold(op):
+            live.mark(columns[constant], op.where, "a constant, but there is no bias to fold it into")
+        elif bool(constant.any()):
+            live.mark(
+                columns[constant & self._ill_conditioned(matrix, c)],
+                op.where,
+                "folding this constant would lose digits",
+            )
+
+    @staticmethod
+    def _ill_conditioned(matrix: Tensor, c: Tensor) -> Tensor:
+        """Columns whose constants are huge and cancel each other in some row."""
+        groups, _, width, _ = matrix.shape
+        terms = matrix.double().sum(3) * c.nan_to_num(0.0).reshape(groups, 1, width)
+        bad = terms.abs().sum(2) > _MOST_CANCELLATION * terms.sum(2).abs().clamp(min=1.0)
+        return (bad[:, :, None] & (terms != 0)).any(1).reshape(-1)
 
     def _has_own_index(self, op: Op, ctx: Analysis) -> bool:
         return op.memo["geometry"].groups == len(op.memo["rows"]) and isinstance(
-            getattr(ctx.model.get_submodule(op.module), "index", None), Tensor)
+            getattr(ctx.model.get_submodule(op.module), "index", None), Tensor
+        )
 
     def _refusal(self, op: Op) -> str:
         if op.memo["geometry"].padded:

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 from ..facts import Fact, compact, varying
 from ..labels import Live
+from ..modules import NarrowMultiheadAttention
 from .base import RULES, Facts, Op, Rule, blank, rule
 from .elementwise import Identity, _join
 from .pool import keep_uniform
@@ -26,7 +27,9 @@ class Contraction(Rule):
     Need: a_hd for every living head h, but not where a_hd or b_hd is the constant 0.
     """
 
-    def contract(self, op: Op, ctx: Analysis, a: Fact, a_dim: int, b: Fact, b_dim: int) -> tuple[Tensor | None, Tensor | None]:
+    def contract(
+        self, op: Op, ctx: Analysis, a: Fact, a_dim: int, b: Fact, b_dim: int
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Merge two operands along the dimensions they are summed over; (table heads x d, head labels)."""
         left, right = self._row(op, ctx, a, a_dim), self._row(op, ctx, b, b_dim)
         if left is None or right is None or left.shape != right.shape:
@@ -44,7 +47,7 @@ class Contraction(Rule):
     def _row(self, op: Op, ctx: Analysis, fact: Fact, dim: int) -> Tensor | None:
         dim %= len(fact.shape)
         for layer in fact.along(dim):
-            if varying(layer)[-1] == dim and not set(varying(layer)) & (self._sequence(fact)- {dim}):
+            if varying(layer)[-1] == dim and not set(varying(layer)) & (self._sequence(fact) - {dim}):
                 return compact(layer).reshape(-1, layer.size(dim))
         return None
 
@@ -62,7 +65,9 @@ class Contraction(Rule):
         layer = fact.along(dim)[0]
         others = tuple(d for d in range(len(fact.shape)) if d not in varying(layer))
         small = keep_uniform(fact.value, others)
-        return small.expand([layer.size(d) if d in varying(layer) else 1 for d in range(layer.dim())]).reshape(like.shape)
+        return small.expand([layer.size(d) if d in varying(layer) else 1 for d in range(layer.dim())]).reshape(
+            like.shape
+        )
 
 
 @rule("scaled_dot_product_attention")
@@ -86,6 +91,9 @@ class Attention(Contraction):
         if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
             values = None  # its stand-in knows no keys of its own
         self._bind_mask(op, ctx, mask, qk, heads, values)
+        for fact in (q, k, v):
+            for layer in fact.along(-2):
+                ctx.pin(layer, op, "tokens of an attention")
         if values is None or (qk is None and values.size(0) > 1) or (qk is not None and qk.size(0) != values.size(0)):
             for fact in (q, k, v):
                 for layer in fact.layers:
@@ -129,10 +137,15 @@ class Attention(Contraction):
             return
         width = int(live[qk].sum(1).max())
         scale = op.given.get("scale")
-        if isinstance(ctx.model.get_submodule(op.module), nn.MultiheadAttention):
+        if isinstance(ctx.model.get_submodule(op.module), (nn.MultiheadAttention, NarrowMultiheadAttention)):
             if not bool(live[qk].all() & live[values].all()):
-                plan.attention(op.module, count=int(live[qk].any(1).sum()), head_dim=width,
-                               v_head_dim=int(live[values].sum(1).max()), scale=scale or qk.size(1) ** -0.5)
+                plan.attention(
+                    op.module,
+                    count=int(live[qk].any(1).sum()),
+                    head_dim=width,
+                    v_head_dim=int(live[values].sum(1).max()),
+                    scale=scale or qk.size(1) ** -0.5,
+                )
         elif scale is None and 0 < width < qk.size(1):
             rows = compact(op.given["query"].along(-1)[0]).unique()
             plan.scale_rows(ctx, rows, (width / qk.size(1)) ** 0.5)
@@ -145,12 +158,17 @@ def _only_reader(op: Op, ctx: Analysis, rows: Tensor) -> bool:
     for other in ctx.ops:
         if other is op or isinstance(RULES.get(other.node.target), (Move, Pieces, Cat, Stack, Identity)):
             continue
-        if any(wanted & set(compact(layer).reshape(-1).tolist()) for fact in other.facts() if fact.source != "param"
-               for layer in fact.layers):
+        if any(
+            wanted & set(compact(layer).reshape(-1).tolist())
+            for fact in other.facts()
+            if fact.source != "param"
+            for layer in fact.layers
+        ):
             return False
     mine = [f for name, f in op.given.items() if isinstance(f, Fact) and name != "query"]
     return ctx.written_by_linear(rows) and not any(
-        wanted & set(compact(layer).reshape(-1).tolist()) for fact in mine for layer in fact.layers)
+        wanted & set(compact(layer).reshape(-1).tolist()) for fact in mine for layer in fact.layers
+    )
 
 
 @rule("matmul", "bmm")
@@ -182,13 +200,20 @@ class Matmul(Contraction):
             for layer in fact.layers:
                 if not any(layer is t for t in touched):
                     small = compact(layer)
-                    layers = _join(op, ctx, layers, small.reshape((1,) * (rank - small.dim()) + small.shape).expand(out.shape))
+                    layers = _join(
+                        op, ctx, layers, small.reshape((1,) * (rank - small.dim()) + small.shape).expand(out.shape)
+                    )
         value = keep_uniform(b.value, (len(b.shape) - 2,)) if sums_to_one(op) else compact(out.value)
-        return Fact(out.shape, tuple(layers), value.reshape((1,) * (rank - value.dim()) + value.shape).expand(out.shape))
+        return Fact(
+            out.shape, tuple(layers), value.reshape((1,) * (rank - value.dim()) + value.shape).expand(out.shape)
+        )
 
     def _scores(self, op: Op, ctx: Analysis, a: Fact, b: Fact) -> tuple[Tensor | None, Tensor | None]:
-        flipped = Fact((*b.shape[:-2], b.shape[-1], b.shape[-2]), tuple(layer.transpose(-1, -2) for layer in b.layers),
-                       b.value.transpose(-1, -2))
+        flipped = Fact(
+            (*b.shape[:-2], b.shape[-1], b.shape[-2]),
+            tuple(layer.transpose(-1, -2) for layer in b.layers),
+            b.value.transpose(-1, -2),
+        )
         op.memo["flipped"] = flipped
         return self.contract(op, ctx, a, -1, flipped, -1)
 
@@ -221,8 +246,11 @@ def goes_into_softmax(op: Op) -> bool:
         (user,) = node.users
         if is_softmax(user):
             return True
-        scales = str(user.target).startswith(("aten.mul.", "aten.div.")) and user.args[0] is node and not (
-            isinstance(user.args[1], fx.Node) and user.args[1].meta["val"].numel() > 1)
+        scales = (
+            str(user.target).startswith(("aten.mul.", "aten.div."))
+            and user.args[0] is node
+            and not (isinstance(user.args[1], fx.Node) and user.args[1].meta["val"].numel() > 1)
+        )
         shifts = str(user.target).startswith(("aten.add.Tensor", "aten.sub.Tensor")) and user.args[0] is node
         if not (scales or shifts or isinstance(RULES.get(user.target), Identity)):
             return False
@@ -240,6 +268,6 @@ def is_softmax(node: Any) -> bool:
 def sums_to_one(op: Op) -> bool:
     """Whether the left operand is a softmax over its last dimension."""
     node = op.node.args[0]
-    while hasattr(node, "target") and isinstance(RULES.get(node.target), Identity):
-        node = node.args[0]  # type: ignore[union-attr]
+    while isinstance(node, fx.Node) and isinstance(RULES.get(node.target), Identity):
+        node = node.args[0]
     return is_softmax(node)

@@ -67,7 +67,9 @@ class Identity(Rule):
         return Fact(x.shape, x.layers, x.value if floating else unknown(x.shape), x.source)
 
 
-@rule("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
+@rule(
+    "_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"
+)
 class Assertion(Rule):
     """Checks that torch.export adds, in front of casts for one. They compute nothing."""
 
@@ -108,7 +110,9 @@ class Combine(Rule):
             result = torch.where(values[0] > 0, values[0], values[0] * values[1])
         else:
             names = list(given)
-            result = functional(*[given[n] for n in names[: len(op.node.args)]], **{k: given[k] for k in op.node.kwargs})
+            result = functional(
+                *[given[n] for n in names[: len(op.node.args)]], **{k: given[k] for k in op.node.kwargs}
+            )
         varies = torch.zeros((), dtype=torch.bool)
         for value in values:
             varies = varies | value.isnan()
@@ -144,8 +148,10 @@ def combine_layers(op: Op, ctx: Analysis, facts: list[Fact], shape: tuple[int, .
 
 
 def _align(fact: Fact, shape: tuple[int, ...]) -> list[Tensor]:
-    return [layer.reshape((1,) * (len(shape) - layer.dim()) + layer.shape).expand(shape) if layer.shape != shape else layer
-            for layer in fact.layers]
+    return [
+        layer.reshape((1,) * (len(shape) - layer.dim()) + layer.shape).expand(shape) if layer.shape != shape else layer
+        for layer in fact.layers
+    ]
 
 
 def _fixed_dims(facts: list[Fact], aligned: list[list[Tensor]], shape: tuple[int, ...]) -> set[int]:

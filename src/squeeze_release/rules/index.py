@@ -54,8 +54,9 @@ class IndexSelect(Rule):
         return Fact(out.shape, tuple(layers), value.expand(out.shape))
 
     def need(self, op: Op, ctx: Analysis, live: Live) -> None:
-        labels, mine, index = (op.memo.get(k) for k in ("labels", "mine", "index"))
+        labels, mine = op.memo.get("labels"), op.memo.get("mine")
         if labels is not None:
+            index = op.memo["index"]
             live.mark(labels[index if mine is None else index[live[mine]]], op.where, "reads it by index")
 
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:

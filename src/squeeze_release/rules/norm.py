@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..facts import Fact, uniform, vector
 from .. import norms as _norms  # noqa: F401  defines the op
+from ..facts import Fact, uniform, vector
 from ..labels import Live
 from .base import Facts, Op, Rule, contracted, passed_on, rule
 
@@ -82,7 +82,8 @@ class LayerNorm(Rule):
         total = len(c) + removed
         mu = (c.sum() + removed * mean) / total
         var = (((c - mu) ** 2).sum() + m2 + removed * (mean - mu) ** 2) / total
-        return weight * (c - mu) / (var + op.given["eps"]).sqrt() + bias
+        value: Tensor = weight * (c - mu) / (var + op.given["eps"]).sqrt() + bias
+        return value
 
     def need(self, op: Op, ctx: Analysis, live: Live) -> None:
         labels = op.memo["labels"]

@@ -26,10 +26,28 @@ def keep_uniform(value: Tensor, dims: tuple[int, ...]) -> Tensor:
     return small
 
 
-@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d",
-      "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "max_pool2d_with_indices",
-      "upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d",
-      "upsample_trilinear3d", "upsample_nearest3d", "_upsample_nearest_exact2d")
+@rule(
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "max_pool2d_with_indices",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "upsample_linear1d",
+    "upsample_trilinear3d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact2d",
+)
 class Pool(Rule):
     """Windows over the trailing dimensions. A constant stays itself, but average pooling that counts its zero padding
     (or divides by a number of its own) keeps only 0."""
@@ -54,9 +72,30 @@ class Pool(Rule):
         return next(int(c) for c in op.name if c.isdigit())
 
 
-@rule("mean.dim", "sum.dim_IntList", "amax", "amin", "var.dim", "var.correction", "std.dim", "std.correction",
-      "linalg_vector_norm", "norm.ScalarOpt_dim", "argmax", "argmin", "max.dim", "min.dim", "any.dim", "all.dim", "prod.dim_int",
-      "logsumexp", "cumsum", "softmax.int", "log_softmax.int", "_softmax")
+@rule(
+    "mean.dim",
+    "sum.dim_IntList",
+    "amax",
+    "amin",
+    "var.dim",
+    "var.correction",
+    "std.dim",
+    "std.correction",
+    "linalg_vector_norm",
+    "norm.ScalarOpt_dim",
+    "argmax",
+    "argmin",
+    "max.dim",
+    "min.dim",
+    "any.dim",
+    "all.dim",
+    "prod.dim_int",
+    "logsumexp",
+    "cumsum",
+    "softmax.int",
+    "log_softmax.int",
+    "_softmax",
+)
 class Reduce(Rule):
     """Over positions, channels pass. Over channels, all of them are needed. The mean of a constant is that constant."""
 
@@ -64,8 +103,11 @@ class Reduce(Rule):
         x, outs = next(op.facts()), blank(op)
         rank = len(x.shape)
         given = op.given.get("dim")
-        dims = tuple(range(rank)) if given is None or given == [] else tuple(
-            d % rank for d in (given if isinstance(given, (list, tuple)) else [given]))
+        dims = (
+            tuple(range(rank))
+            if given is None or given == []
+            else tuple(d % rank for d in (given if isinstance(given, (list, tuple)) else [given]))
+        )
         for layer in x.layers:
             if set(varying(layer)) & set(dims):
                 ctx.pin(layer, op, "a reduction over channels needs all of them")

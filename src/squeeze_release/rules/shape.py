@@ -13,23 +13,21 @@ from torch import Tensor
 from ..facts import Fact, collapse, compact, varying
 from .base import Facts, Op, Rule, blank, rule
 from .elementwise import combine_layers
+from .pool import keep_uniform
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
 
-MOVES = """view.default reshape _unsafe_view flatten.using_ints unflatten.int permute transpose.int t unsqueeze squeeze.default
-squeeze.dim squeeze.dims expand slice.Tensor select.int narrow movedim.int movedim.intlist swapaxes swapdims mT
-expand_as view_as numpy_T repeat tile repeat_interleave.self_int""".split()
+MOVES = """view.default reshape _unsafe_view flatten.using_ints unflatten.int permute transpose.int t unsqueeze
+squeeze.default squeeze.dim squeeze.dims expand slice.Tensor select.int narrow movedim.int movedim.intlist swapaxes
+swapdims mT expand_as view_as numpy_T repeat tile repeat_interleave.self_int""".split()
 
 
 class Move(Rule):
     """One tensor in, its elements moved. What stays must stay rectangular along every new dimension (`Grid`)."""
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
-        x = next(op.facts())
-        if op.given.get("step", 1) != 1:
-            for layer in x.along(op.given["dim"]):
-                ctx.pin(layer, op, "every n-th channel is taken")
+        x = self._source(op, ctx, next(op.facts()))
         layers = [self.run(op, layer) for layer in x.layers]
         for before, after in zip(x.layers, layers, strict=True):
             register(op, ctx, after, reordered=self._reorders(op, before))
@@ -42,18 +40,39 @@ class Move(Rule):
                 ctx.pin(layer, op, "a width of 1 cannot shrink")
         return Fact(tuple(value.shape), tuple(kept), value, x.source)
 
+    def _source(self, op: Op, ctx: Analysis, x: Fact) -> Fact:
+        """What a slice may assume of the tensor it cuts."""
+        if not op.name.startswith(("aten.slice", "aten.select", "aten.narrow")):
+            return x
+        dim = op.given["dim"]
+        if op.given.get("step", 1) != 1:
+            for layer in x.along(dim):
+                ctx.pin(layer, op, "every n-th channel is taken")
+        if x.source != "param":
+            return x
+        # Where a parameter is cut may depend on the example: other inputs reach positions that this one does not.
+        for layer in x.along(dim):
+            ctx.pin(layer, op, "other inputs may reach other positions of this parameter")
+        return Fact(x.shape, x.layers, keep_uniform(x.value, (dim % len(x.shape),)).expand(x.shape), x.source)
+
     def run(self, op: Op, t: Tensor) -> Tensor:
         return collapse(call(op, t))
 
     def _reorders(self, op: Op, layer: Tensor) -> bool:
         """Whether the channels' dimensions change places: then rows of different length would not line up."""
         dims = varying(layer)
-        if len(dims) < 2 or not op.name.startswith(("aten.permute", "aten.transpose", "aten.t", "aten.movedim", "aten.swap")):
+        if len(dims) < 2 or not op.name.startswith(
+            ("aten.permute", "aten.transpose", "aten.t", "aten.movedim", "aten.swap")
+        ):
             return False
         marks = torch.zeros((1,) * layer.dim()).expand(layer.shape)
         order = []
         for d in dims:
-            line = torch.arange(layer.size(d)).reshape([-1 if i == d else 1 for i in range(layer.dim())]).expand(marks.shape)
+            line = (
+                torch.arange(layer.size(d))
+                .reshape([-1 if i == d else 1 for i in range(layer.dim())])
+                .expand(marks.shape)
+            )
             order.append(varying(call(op, line))[0])
         return order != sorted(order)
 
@@ -67,8 +86,10 @@ def call(op: Op, t: Tensor) -> Any:
     if op.name.startswith(("aten.expand_as", "aten.view_as")):
         return t.expand(given["other"].shape) if "expand" in op.name else t.reshape(given["other"].shape)
     names = list(given)
-    return op.node.target(*[given[n] for n in names[: len(op.node.args)]],  # type: ignore[operator]
-                          **{k: given[k] for k in op.node.kwargs})
+    return op.node.target(
+        *[given[n] for n in names[: len(op.node.args)]],  # type: ignore[operator]
+        **{k: given[k] for k in op.node.kwargs},
+    )
 
 
 rule(*MOVES)(Move)
@@ -90,8 +111,10 @@ class Pieces(Rule):
                 register(op, ctx, part)
                 if not varying(part):
                     ctx.pin(part, op, "a width of 1 cannot shrink")
-        return [Fact(tuple(v.shape), tuple(p[i] for p in pieces if varying(p[i])), v, x.source)
-                for i, v in enumerate(values)]
+        return [
+            Fact(tuple(v.shape), tuple(p[i] for p in pieces if varying(p[i])), v, x.source)
+            for i, v in enumerate(values)
+        ]
 
     def _equal(self, op: Op, ctx: Analysis, parts: list[Tensor], dim: int) -> None:
         if len({part.size(dim) for part in parts}) > 1 or any(len(varying(part)) != 1 for part in parts):
@@ -111,9 +134,18 @@ class Cat(Rule):
         assert isinstance(out, Fact)
         dim = op.given.get("dim", 0) % len(out.shape)
         facts = [fact for fact in facts if fact.shape != (0,)]
-        across = [Fact(self._one(fact.shape, dim), tuple(self._thin(layer, dim) for layer in fact.layers
-                  if dim not in varying(layer)), fact.value, fact.source) for fact in facts]
-        layers = [compact(layer).expand(out.shape) for layer in combine_layers(op, ctx, across, self._one(out.shape, dim))]
+        across = [
+            Fact(
+                self._one(fact.shape, dim),
+                tuple(self._thin(layer, dim) for layer in fact.layers if dim not in varying(layer)),
+                fact.value,
+                fact.source,
+            )
+            for fact in facts
+        ]
+        layers = [
+            compact(layer).expand(out.shape) for layer in combine_layers(op, ctx, across, self._one(out.shape, dim))
+        ]
         layers += self._side_by_side(op, ctx, facts, dim, out.shape)
         value = collapse(self._cat([fact.value for fact in facts], dim).expand(out.shape))
         source = facts[0].source if len({fact.source for fact in facts}) == 1 else "activation"
@@ -161,10 +193,15 @@ class Stack(Rule):
         facts = list(op.facts())
         dim = op.given.get("dim", 0) % (len(facts[0].shape) + 1)
         value = collapse(torch.stack([fact.value for fact in facts], dim))
-        if any(len(fact.layers) != len(facts[0].layers) or
-               [varying(a) for a in fact.layers] != [varying(b) for b in facts[0].layers] for fact in facts):
+        if any(
+            len(fact.layers) != len(facts[0].layers)
+            or [varying(a) for a in fact.layers] != [varying(b) for b in facts[0].layers]
+            for fact in facts
+        ):
             return super().forward(op, ctx)
-        layers = [collapse(torch.stack(list(parts), dim)) for parts in zip(*(fact.layers for fact in facts), strict=True)]
+        layers = [
+            collapse(torch.stack(list(parts), dim)) for parts in zip(*(fact.layers for fact in facts), strict=True)
+        ]
         for layer in layers:
             register(op, ctx, layer)
         return Fact(tuple(value.shape), tuple(layers), value)

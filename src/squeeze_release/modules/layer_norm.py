@@ -1,0 +1,159 @@
+"""LayerNorm on fewer channels, exact for the full width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class CompensatedLayerNorm(nn.Module):
+    """LayerNorm that remembers the constant channels it lost: same output on the kept channels, at the kept width.
+
+    Of the K removed channels it stores `count` K, `mean` m_R and `m2`, the sum of squared deviations, in float64. With
+    m kept channels of mean mu_A and variance var_A, and C = m + K, the full-width statistics are
+
+        mu = (m mu_A + K m_R) / C        var = (m var_A + M2 + (m K / C) (mu_A - m_R)^2) / C
+
+    the paper's equation (1), arranged so that nothing cancels. The three follow the module's device, never its dtype:
+    in half precision M2 would overflow. Change them by `merge`, `load_state_dict` or assignment, not in place.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    count: Tensor
+    mean: Tensor
+    m2: Tensor
+    _mean32: Tensor
+    _base32: Tensor
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        channel_dim: int = -1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if channel_dim not in (-1, 1):
+            raise ValueError(f"channel_dim is -1 (last) or 1 (channels first), not {channel_dim}")
+        self.eps, self.channel_dim = eps, channel_dim
+        self._kept, self._removed = normalized_shape, 0
+        one, zero = (fill(normalized_shape, device=device, dtype=dtype) for fill in (torch.ones, torch.zeros))
+        self.register_parameter("weight", nn.Parameter(one) if elementwise_affine else None)
+        self.register_parameter("bias", nn.Parameter(zero) if elementwise_affine and bias else None)
+        for name in ("count", "mean", "m2"):
+            self.register_buffer(name, torch.zeros((), device=device, dtype=torch.float64))
+        self._derive()
+
+    def merge(self, constants: Tensor) -> None:
+        """Remember more removed channels, by their constants: the pairwise update of Chan et al., in float64."""
+        new = constants.detach().to(self.mean).flatten()
+        if new.numel():
+            delta, share = new.mean() - self.mean, new.numel() / (self.count + new.numel())
+            self.m2 = self.m2 + (new - new.mean()).square().sum() + delta.square() * self.count * share
+            self.mean = self.mean + delta * share
+            self.count = self.count + new.numel()
+
+    @property
+    def normalized_shape(self) -> tuple[int]:
+        """The kept width, that of the weight; settable for a norm without one."""
+        return (self._kept,)
+
+    @normalized_shape.setter
+    def normalized_shape(self, shape: tuple[int]) -> None:
+        self._kept = shape[0]
+        self._derive()
+
+    @property
+    def removed(self) -> int:
+        """How many channels are gone: K."""
+        return self._removed
+
+    @property
+    def S(self) -> Tensor:
+        """The paper's S, the sum of the removed constants."""
+        return self.count * self.mean
+
+    @property
+    def Q(self) -> Tensor:
+        """The paper's Q, the sum of their squares."""
+        return self.m2 + self.count * self.mean.square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.channel_dim == -1 else x.movedim(1, -1)
+        if x.dtype in (torch.float16, torch.bfloat16):
+            # float32 inside, one rounding at the end, as F.layer_norm does; only the CPU's autocast leaves it alone.
+            stays_float32 = x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type)
+            out = self._normalize(x.float()).to(torch.float32 if stays_float32 else x.dtype)
+        else:
+            out = self._normalize(x)
+        return out if self.channel_dim == -1 else out.movedim(-1, 1)
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        weight, bias, kept, gone = self.weight, self.bias, self._kept, self._removed
+        width = kept + gone
+        if x.shape[-1] != kept:
+            raise RuntimeError(f"CompensatedLayerNorm keeps {kept} channels, got an input of shape {tuple(x.shape)}")
+        x = x.contiguous()  # as F.layer_norm's output is; and a norm over a strided dimension costs ten copies
+        mean, base = self._mean32, self._base32
+        if x.dtype == torch.float64:
+            mean, base = self.mean, self.m2 / width + self.eps
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            # Written out: inductor makes one kernel of it. In eager var_mean alone is ten times F.layer_norm.
+            var, mu = torch.var_mean(x, -1, correction=0, keepdim=True)
+            shift = mu - mean
+            var = var * (kept / width) + shift.square() * (kept * gone / width**2)
+            y = (x - (mean + shift * (kept / width))) * torch.rsqrt(var + base)
+        else:
+            # In the fewest passes: y is centred on the full mean, and then C var = |y|^2 + M2 + K (mu - m_R)^2.
+            shift = torch.sub(x.sum(-1, True), mean, alpha=kept)  # C (mu - m_R)
+            y = x - torch.add(mean, shift, alpha=1 / width)
+            norm = torch.linalg.vector_norm(y, 2, -1, True)
+            var = torch.addcmul(base, shift, shift, value=gone / width**3)
+            rstd = torch.addcmul(var, norm, norm, value=1 / width).rsqrt()
+            traced = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+            if not (traced or torch.is_grad_enabled()):
+                # Only y is large, so nothing else need be allocated: fresh pages cost more than the arithmetic.
+                y = y.mul_(rstd) if weight is None else y.mul_(rstd).mul_(weight)
+                return y if bias is None else y.add_(bias)
+            y = y * rstd
+        if weight is None or bias is None:
+            return y if weight is None else y * weight
+        return torch.addcmul(bias, y, weight)
+
+    def _derive(self) -> None:
+        # float32 copies of what forward reads, because mixing float64 scalars in costs a microsecond an op.
+        weight = getattr(self, "weight", None)
+        self._kept = self._kept if weight is None else weight.numel()
+        if not self.count.is_meta:
+            self._removed = int(self.count)
+        self.register_buffer("_mean32", self.mean.float(), persistent=False)
+        self.register_buffer("_base32", (self.m2 / (self.count + self._kept) + self.eps).float(), persistent=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("count", "mean", "m2", "eps", "weight") and "_base32" in self._buffers:
+            self._derive()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._derive()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompensatedLayerNorm:
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            if new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self._kept}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"
