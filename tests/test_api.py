@@ -249,7 +249,8 @@ def test_contiguous_stays_contiguous_even_where_a_width_is_one():
 def test_wrapped_models_are_unwrapped(wrap, inplace):
     net = fc().eval()
     wrapped = wrap(net)
-    small = sr.squeeze(wrapped, torch.randn(2, 4), inplace=inplace).model
+    x = torch.randn(2, 4, device=next(net.parameters()).device)  # DataParallel moves it to a GPU if there is one
+    small = sr.squeeze(wrapped, x, inplace=inplace).model
     assert type(small) is nn.Sequential and small[0].out_features == 6 and (small is net) is inplace
 
 

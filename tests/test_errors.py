@@ -119,7 +119,9 @@ def test_no_inputs_at_all():
     refusal(sr.InputError, net(), ())
 
 
-@pytest.mark.parametrize("inputs", [None, "an image", 3, {"x": torch.randn(2, 4)}], ids=str)
+@pytest.mark.parametrize(
+    "inputs", [None, "an image", 3, {"x": torch.randn(2, 4)}], ids=["none", "text", "number", "dict"]
+)
 def test_inputs_that_are_no_tensors(inputs):
     refusal(sr.InputError, net(), inputs)
 

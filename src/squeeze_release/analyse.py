@@ -55,7 +55,8 @@ class Analysis:
     # ------------------------------------------------------------------ what rules ask and say
 
     def tensor(self, name: str) -> Tensor:
-        return self._tensors[self._canonical[name]].detach()
+        """The numbers of a parameter or buffer; the analysis runs on the CPU, wherever the model is."""
+        return self._tensors[self._canonical[name]].detach().cpu()
 
     def param_labels(self, name: str, dim: int) -> Tensor | None:
         """Labels of a parameter along one dimension, the same at every use; None where it is 1 wide."""
@@ -88,6 +89,15 @@ class Analysis:
         if not any(_same(grid, other) for other in self.grids[-64:]):
             self.grids.append(grid)
         return outer
+
+    def pin_outputs(self, places: Collection[str | tuple[int, ...]], text: str) -> None:
+        """Fix the widths of what these modules hand on, and of every tensor with one of these shapes."""
+        for border in blocks.borders(self) if places else ():
+            exits = [border.exit(place) for place in places if isinstance(place, str)]
+            for op in border.ops.values():
+                for fact in op.outputs():
+                    if op.node in exits or fact.shape in places:
+                        self.pins += [(layer.unique(), op.where, text) for layer in fact.layers]
 
     def agreed(self, reader: str) -> Tensor:
         """The constants that every call of a reader sees alike; NaN elsewhere."""

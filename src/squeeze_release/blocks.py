@@ -141,23 +141,26 @@ def unread(ctx: Analysis, every: list[Borders]) -> dict[str, Replacement]:
             or _kept(name, ctx)
         ):
             continue
-        called = any(border.trace.calls[name].count for border in every)
-        if called and all(_passes(border, name, {**ctx.dead, **found}) for border in every):
+        calls = [border for border in every if border.trace.calls[name].count]
+        options = [_unread(border, name, {**ctx.dead, **found}) for border in calls]
+        first = options[0] if options else None
+        if first is not None and all(first.same(other) for other in options):
             found = {other: r for other, r in found.items() if not inside(other, {name: r})}
-            found[name] = Replacement("passthrough", outputs=max(border.trace.calls[name].outputs for border in every))
+            found[name] = first
     return found
 
 
-def _passes(border: Borders, name: str, replaced: dict[str, Replacement]) -> bool:
-    """Whether a module can hand on its input as it is: the shape stays, or nobody looks at the width."""
+def _unread(border: Borders, name: str, replaced: dict[str, Replacement]) -> Replacement | None:
+    """Hand on the input as it is if nobody looks at its width, else zeros of the right width."""
     call, node = border.trace.calls[name], border.exit(name)
-    if call.count == 0:
-        return True
-    if call.count > 1 or node is None or call.shape_in is None or call.shape_out is None:
-        return False
-    if call.shape_in == call.shape_out:
-        return True
-    return _only_width_differs(call.shape_in, border.ops.get(node)) and _widthless(border, node, replaced)
+    op = border.ops.get(node) if node is not None else None
+    if call.count != 1 or node is None or op is None or call.shape_in is None or not isinstance(op.out, Fact):
+        return None
+    if call.shape_in != call.shape_out and not _only_width_differs(call.shape_in, op):
+        return None
+    if _widthless(border, node, replaced):
+        return Replacement("passthrough", outputs=call.outputs)
+    return _by_channel("constant", torch.zeros((), dtype=torch.float64).expand(op.out.shape), call, op)
 
 
 def _only_width_differs(shape: tuple[int, ...], op: Op | None) -> bool:
@@ -199,7 +202,8 @@ def _replacement(border: Borders, name: str, module: nn.Module) -> Replacement |
     if call.count != 1 or node is None or call.shape_in is None or call.shape_out != tuple(node.meta["val"].shape):
         return None
     entry = border.entry(name)
-    if entry is not None and type(module) is not nn.Sequential:
+    first = entry is not None and call.alone and tuple(entry.meta["val"].shape) == call.shape_in
+    if entry is not None and first and type(module) is not nn.Sequential:
         shift = _shift(node, entry, border)
         if shift is not None:
             return _by_channel("shift", shift, call, border.ops[node])

@@ -213,10 +213,12 @@ def _inherit(new: nn.Module, old: nn.Module) -> nn.Module:
 
 
 def _swap(model: nn.Module, path: str, new: nn.Module) -> nn.Module:
-    if not path:
-        return new
-    model.set_submodule(path, new)
-    return model
+    old = model.get_submodule(path)
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:  # under every name it has
+                parent._modules[name] = new
+    return new if old is model else model
 
 
 def _rescale(module: nn.Module, old: float, new: float) -> None:

@@ -15,6 +15,7 @@ from .masks import bake_masks, check_finite, copy_model
 from .report import Report, make_report
 from .rewrite import rewrite
 from .trace import as_calls, trace
+from .training import feeds_training_branches
 from .unwrap import unwrap
 from .verify import verify as compare
 
@@ -65,6 +66,7 @@ def squeeze(
     calls = as_calls(example_inputs, kwargs)
     traces = [trace(masked, call) for call in calls]  # 1. trace
     facts = analyse(masked, traces, rules, keep)  # 2. constants, forward
+    facts.pin_outputs(feeds_training_branches(masked, calls[0], traces), "feeds a branch that runs in training only")
     small, plan, live = fit(  # 3. liveness, backward  4. plan
         facts,
         calls,

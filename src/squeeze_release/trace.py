@@ -30,6 +30,7 @@ class ModuleCall:
     count: int = 0
     shape_in: tuple[int, ...] | None = None
     shape_out: tuple[int, ...] | None = None
+    alone: bool = True  # no other tensor of the first one's shape comes in with it
     outputs: int = 0  # 0: a tensor; n: a tuple of n with a tensor first and nothing but None after it
 
 
@@ -108,7 +109,9 @@ def trace(model: nn.Module, call: Call) -> Trace:
         for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     }
     nodes = list(program.graph.nodes)
-    paths = {node: _paths(node) for node in nodes}
+    first: dict[int, str] = {}  # a module may have several names: it goes by the first
+    names = {name: first.setdefault(id(module), name) for name, module in model.named_modules(remove_duplicate=False)}
+    paths = {node: tuple(names.get(path, path) for path in _paths(node)) for node in nodes}
     return Trace(nodes, {k: v for k, v in params.items() if v in known}, calls, made, paths)
 
 
@@ -140,17 +143,19 @@ def _probe(model: nn.Module, call: Call) -> dict[str, ModuleCall]:
         def enter(*_: object) -> None:
             entered.append(name)
 
-        def record(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             entered.pop()
             seen = calls[name]
             seen.count += 1
             seen.shape_in = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else None
+            others = [t for t in pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)]
+            seen.alone = all(tuple(t.shape) != seen.shape_in for t in others)
             if isinstance(output, tuple) and output and not any(rest is not None for rest in output[1:]):
                 seen.outputs, output = len(output), output[0]
             seen.shape_out = tuple(output.shape) if isinstance(output, Tensor) else None
 
         handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(record))
+        handles.append(module.register_forward_hook(record, with_kwargs=True))
 
     for name, module in model.named_modules():
         watch(name, module)

@@ -169,8 +169,8 @@ class Affine(Rule):
         if alive is not None:
             read = read & alive.reshape(geometry.groups, -1, 1)
         read = read.any(1).reshape(-1)
-        if alive is not None and self._has_own_index(op, ctx):
-            read = alive  # its gather hands each output channel an input of its own: they stay paired
+        if alive is not None and geometry.groups > 1 and matrix.size(2) == 1:
+            read = alive.reshape(geometry.groups, -1).any(1)  # depthwise: an output stays paired with its input
         c = ctx.agreed(op.memo["weight"])
         if c.numel() != read.numel():
             c = torch.full_like(read, torch.nan, dtype=torch.float64)
@@ -192,11 +192,6 @@ class Affine(Rule):
         terms = matrix.double().sum(3) * c.nan_to_num(0.0).reshape(groups, 1, width)
         bad = terms.abs().sum(2) > _MOST_CANCELLATION * terms.sum(2).abs().clamp(min=1.0)
         return (bad[:, :, None] & (terms != 0)).any(1).reshape(-1)
-
-    def _has_own_index(self, op: Op, ctx: Analysis) -> bool:
-        return op.memo["geometry"].groups == len(op.memo["rows"]) and isinstance(
-            getattr(ctx.model.get_submodule(op.module), "index", None), Tensor
-        )
 
     def _refusal(self, op: Op) -> str:
         if op.memo["geometry"].padded:

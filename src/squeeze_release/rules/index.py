@@ -40,7 +40,7 @@ class IndexSelect(Rule):
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         name, out, x = op.param("index"), blank(op), op.given["self"]
-        if name is None or not isinstance(out, Fact) or ctx.shared(name, op):
+        if name is None or not isinstance(out, Fact):
             return super().forward(op, ctx)
         dim = op.given["dim"] % len(x.shape)
         index = ctx.tensor(name)
@@ -57,10 +57,12 @@ class IndexSelect(Rule):
         labels, mine = op.memo.get("labels"), op.memo.get("mine")
         if labels is not None:
             index = op.memo["index"]
+            if ctx.shared(op.memo["name"], op):
+                live.mark(labels, op.where, "its index is read elsewhere too")
             live.mark(labels[index if mine is None else index[live[mine]]], op.where, "reads it by index")
 
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         labels = op.memo.get("labels")
-        if labels is not None:
+        if labels is not None and not bool(live[labels].all()):
             position = live[labels].long().cumsum(0) - 1
             plan.values(op.memo["name"], position[op.memo["index"]].clamp(min=0))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..facts import Fact, compact, varying
+from ..facts import Fact, compact, unknown, varying
 from .base import Facts, Op, Rule, blank, passed_on, rule
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ class Pool(Rule):
         def fact(out: Fact) -> Fact:
             return Fact(out.shape, tuple(layer.expand(out.shape) for layer in layers), value.expand(out.shape))
 
-        return [fact(o) for o in outs] if isinstance(outs, list) else fact(outs)  # type: ignore[arg-type]
+        if isinstance(outs, list):  # values, and the places they were found at
+            return [fact(outs[0]), *(replace(fact(o), numbers=unknown(o.shape)) for o in outs[1:])]
+        return fact(outs)  # type: ignore[arg-type]
 
     def _rank(self, op: Op) -> int:
         return next(int(c) for c in op.name if c.isdigit())

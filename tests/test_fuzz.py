@@ -1,0 +1,129 @@
+"""Random networks, and the kinds of them that once came out wrong: `make fuzz` draws many more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import networks as nets
+import pytest
+import torch
+from fuzz import attack
+from hypothesis import HealthCheck, given, settings
+from networks import Case, cases
+from torch import Tensor, nn
+
+import squeeze_release as sr
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_random_networks(case: Case) -> None:
+    attack(case)
+
+
+# --------------------------------------------------------------------------------- found by `make fuzz`, and neighbours
+
+
+def case(body: list[nn.Module], how: str, width: int, outputs: int, inputs: Tensor) -> Case:
+    """A head over a body, with numbers everywhere: none is 0 or 1 by accident."""
+    model = nets.Head(nn.Sequential(*body), how, width, outputs)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.7)
+    return Case(model.double().eval(), inputs.double(), "once wrong")
+
+
+@torch.no_grad()
+def zero(layer: nn.Module) -> None:
+    layer.weight.zero_()
+
+
+def constant_function_after_batch_norm() -> Case:
+    """Squeezed twice: the stand-in for the body is not replaced again."""
+    found = case([nn.BatchNorm1d(2)], "none", 2, 1, torch.randn(3, 2))
+    zero(found.model.out)
+    return found
+
+
+def class_token_and_a_constant_head() -> Case:
+    """Nobody reads the numbers of the tokens, but the output has as many positions as there are tokens."""
+    attention = nn.Sequential(nn.Identity(), nets.Attention(4, 2, 2, "packed"))
+    found = case([nets.Tokens(4, 4), attention], "none", 4, 2, torch.randn(2, 4, 4))
+    zero(found.model.out)
+    return found
+
+
+def token_mixing_and_a_constant_head() -> Case:
+    """Nobody reads the hidden tokens, but they have a width."""
+    found = case([nn.Sequential(nn.Identity(), nets.TokenMix(4, 3))], "none", 4, 1, torch.randn(2, 4, 4))
+    zero(found.model.out)
+    return found
+
+
+def dead_residual_in_a_sequential() -> Case:
+    """The residual comes down to a shift; the Sequential around it must not be passed through without that."""
+    found = case([nets.Residual(nn.Sequential(nn.Linear(3, 3)))], "none", 3, 2, torch.randn(3, 3))
+    zero(found.model.body[0].body[0])
+    return found
+
+
+def dead_residual_with_a_scale() -> Case:
+    found = case([nets.Residual(nn.Sequential(nn.Linear(3, 3)), 3), nn.ReLU()], "none", 3, 2, torch.randn(3, 3))
+    zero(found.model.body[0].body[0])
+    return found
+
+
+def gate_whose_hidden_unit_fills_a_width() -> Case:
+    """The gate is constant, so no hidden unit is needed; one stays all the same, and its inputs need not."""
+    found = case([nn.Conv2d(3, 4, 1), nets.SqueezeExcite(4, 2)], "mean", 4, 2, torch.randn(2, 3, 5, 5))
+    zero(found.model.body[1].expand)
+    return found
+
+
+def gate_with_one_live_hidden_unit() -> Case:
+    found = case([nn.Conv2d(3, 4, 1), nets.SqueezeExcite(4, 3)], "mean", 4, 2, torch.randn(2, 3, 5, 5))
+    with torch.no_grad():
+        found.model.body[1].expand.weight[:, 1:] = 0
+        found.model.body[1].reduce.weight[0] = 0
+    return found
+
+
+def two_gates_on_a_model_input() -> Case:
+    """An input of fixed width meets what the gates compute from it."""
+    found = case([nets.SqueezeExcite(3, 2), nets.SqueezeExcite(3, 2)], "mean", 3, 2, torch.randn(2, 3, 5, 5))
+    with torch.no_grad():
+        found.model.body[0].expand.weight[1] = 0
+        found.model.body[1].expand.weight[1] = 0
+        found.model.out.weight[:, 1] = 0
+    return found
+
+
+FOUND: list[Callable[[], Case]] = [
+    constant_function_after_batch_norm,
+    class_token_and_a_constant_head,
+    token_mixing_and_a_constant_head,
+    dead_residual_in_a_sequential,
+    dead_residual_with_a_scale,
+    gate_whose_hidden_unit_fills_a_width,
+    gate_with_one_live_hidden_unit,
+    two_gates_on_a_model_input,
+]
+
+
+@pytest.mark.parametrize("build", FOUND, ids=lambda build: build.__name__)
+def test_once_wrong(build: Callable[[], Case]) -> None:
+    attack(build())
+
+
+def test_a_constant_head_keeps_the_number_of_tokens() -> None:
+    found = class_token_and_a_constant_head()
+    small = sr.squeeze(found.model, found.inputs).model
+    assert small(found.inputs).shape == (2, 5, 2)
+
+
+def test_a_dead_residual_keeps_its_shift() -> None:
+    found = dead_residual_in_a_sequential()
+    small, report = sr.squeeze(found.model, found.inputs)
+    difference = small.body(found.inputs) - found.inputs
+    assert report.params_after < report.params_before
+    assert torch.allclose(difference, found.model.body[0].body[0].bias.expand(3, 3))
