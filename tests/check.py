@@ -90,7 +90,7 @@ def assert_same_gradients(old: nn.Module, squeezed: sr.Squeezed, args: tuple[Any
         if name not in was or name not in grads_old or name not in grads_new:
             continue
         value, gradient = was[name].detach(), grads_old[name]
-        for dim, index in squeezed.report.plan.slices.get(name, {}).items():
+        for dim, index in squeezed.report.slices.get(name, {}).items():
             value, gradient = value.index_select(dim, index), gradient.index_select(dim, index)
         if value.shape == parameter.shape and torch.equal(value, parameter.detach()):
             scale = max(float(g.abs().max()) for g in grads_old.values())

@@ -203,7 +203,7 @@ def test_what_only_looks_dead_stays(mask: Masker) -> None:
     assert counted(net) == WIDTHS
     small, report = check(net, inputs(), again=False)
     assert widths_of(small) == WIDTHS, str(report)
-    assert report.params_after == report.params_before and not report.plan.slices
+    assert report.params_after == report.params_before and not report.slices
 
 
 def test_a_zero_output_row_is_explained() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import blocks
-from .facts import Fact, compact, nothing, varying, vector
+from .facts import Fact, nothing, varying, vector
 from .labels import Grid, Labels, Live
 from .modules import can_index
 from .rules import RULES, UNKNOWN, Op, Rule, flat
@@ -24,9 +24,6 @@ RULE_SETS: dict[str, frozenset[str]] = {
     "paper": frozenset({"norms", "heads"}),
     "all": frozenset({"norms", "heads", "head_dims", "streams"}),
 }
-
-
-_MOST_ROUNDS = 8
 
 
 class Analysis:
@@ -43,7 +40,6 @@ class Analysis:
         self.param_dims: dict[str, list[Tensor | None]] = {}
         self.readers: dict[str, list[Op]] = {}
         self.constant_labels = torch.zeros(0, dtype=torch.int64)  # channels written as constants
-        self.settled: Live | None = None  # of the round before
         self.refused: dict[str, int] = {}
         self.whole: set[str] = set()  # modules that are not replaced
         self.cut: set[Op] = set()
@@ -220,38 +216,9 @@ class Analysis:
     # ------------------------------------------------------------------ backward
 
     def settle(self) -> Live:
-        """The smallest set of classes that must stay.
-
-        A block may be constant but for channels that turn out to go, and without the block more may go: so again, as
-        long as that finds another dead block.
-        """
+        """The smallest set of classes that must stay."""
         self.grids.sort(key=lambda grid: -grid.labels.size(1))
         borders = blocks.borders(self)
-        self.settled = None
-        live = self._settle(borders)
-        for _ in range(_MOST_ROUNDS):
-            self.settled, before, dead, wanted = live, live, self.dead, self.wanted
-            live = self._settle(borders)
-            if bool(
-                (live.mask & ~before.mask & ~live.filler).any()
-            ):  # what was taken for gone came back: stay with the round before
-                self.settled, self.dead, self.wanted, self.cut = None, {}, set(), set()
-                return self._settle(borders)
-            if self.dead.keys() == dead.keys() and self.wanted == wanted:
-                break
-        return live
-
-    def known(self, op: Op) -> Tensor:
-        """The numbers of an output that are constant, with 0 for channels that go anyway."""
-        assert isinstance(op.out, Fact)
-        value = op.out.value
-        if self.settled is None:
-            return value
-        for layer in op.out.layers:
-            value = torch.where(self.settled[compact(layer)], compact(value), 0.0).expand(value.shape)
-        return value
-
-    def _settle(self, borders: list[blocks.Borders]) -> Live:
         self.dead = found = blocks.find(self, borders)
         self.cut, self.wanted, read = blocks.wanted(self, borders)
         self.dead = {name: found[name] for name in read}

@@ -58,7 +58,7 @@ class Borders:
     """Where the modules of a traced call begin and end."""
 
     def __init__(self, trace: Trace, ctx: Analysis) -> None:
-        self.trace, self.ctx = trace, ctx
+        self.trace = trace
         self.ops = {op.node: op for op in ctx.ops if op.trace is trace}
         self.inner: dict[str, list[fx.Node]] = {}
         for node in trace.nodes:
@@ -208,9 +208,7 @@ def _replacement(border: Borders, name: str, module: nn.Module) -> Replacement |
         if shift is not None:
             return _by_channel("shift", shift, call, border.ops[node])
     op = border.ops.get(node)
-    return (
-        _by_channel("constant", border.ctx.known(op), call, op) if op is not None and isinstance(op.out, Fact) else None
-    )
+    return _by_channel("constant", op.out.value, call, op) if op is not None and isinstance(op.out, Fact) else None
 
 
 def _by_channel(kind: str, value: Tensor, call: ModuleCall, op: Op) -> Replacement | None:
@@ -251,7 +249,7 @@ def _shift(node: fx.Node, entry: fx.Node, border: Borders) -> Tensor | None:
         if not str(node.target).startswith(("aten.add.Tensor", "aten.add_.Tensor")) or node.kwargs.get("alpha", 1) != 1:
             return None
         sides = [(side, border.ops.get(side)) for side in node.args if isinstance(side, fx.Node)]
-        values = [(side, border.ctx.known(op)) for side, op in sides if op is not None and isinstance(op.out, Fact)]
+        values = [(side, op.out.value) for side, op in sides if op is not None and isinstance(op.out, Fact)]
         constant = [(side, value) for side, value in values if not bool(compact(value).isnan().any())]
         if len(constant) != 1 or len(sides) != 2:
             return None

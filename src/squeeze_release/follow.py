@@ -8,7 +8,7 @@ that the plan predicts. Where it does not, the module at fault keeps its channel
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from .blocks import inside
 from .errors import ExportError, InputError
 from .facts import Fact
 from .labels import Live
+from .masks import copy_model
 from .plan import Plan, make_plan
+from .rewrite import rewrite
 from .rules import RULES, Op, flat
 from .rules.elementwise import Combine, Unary
 from .rules.shape import Move, Pieces
@@ -38,18 +40,30 @@ class Problem:
 Attribute = tuple[type, str, int]  # class, name, value
 
 
-def fit(ctx: Analysis, calls: list[Call], build: Callable[[Plan], nn.Module]) -> tuple[nn.Module, Plan, Live]:
-    """The largest plan that the user's code follows, and the narrowed model."""
+@dataclass(frozen=True)
+class Fit:
+    """A plan, and the narrowed model with its traces."""
+
+    plan: Plan
+    live: Live
+    model: nn.Module
+    traces: list[Trace]
+
+
+def fit(ctx: Analysis, calls: list[Call]) -> Fit:
+    """The largest plan that the user's code follows."""
     while True:
         live = ctx.settle()
         plan = make_plan(ctx, live)
+        if plan.empty:
+            return Fit(plan, live, ctx.model, [])
         problem: Problem | None = None
         for attributes in choices(ctx, live):
             plan.attributes = attributes
-            model = build(plan)
+            model = rewrite(copy_model(ctx.model), plan)
             found = check(ctx, live, plan, model, calls)
-            if found is None:
-                return model, plan, live
+            if not isinstance(found, Problem):
+                return Fit(plan, live, model, found)
             problem = problem or found
         assert problem is not None
         if not ctx.refuse(problem.module, problem.text):
@@ -100,8 +114,9 @@ def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[int]]]:
     return wishes
 
 
-def check(ctx: Analysis, live: Live, plan: Plan, model: nn.Module, calls: list[Call]) -> Problem | None:
+def check(ctx: Analysis, live: Live, plan: Plan, model: nn.Module, calls: list[Call]) -> Problem | list[Trace]:
     """Trace the narrowed model and compare every op with the prediction."""
+    traces = []
     old_traces = list(dict.fromkeys(op.trace for op in ctx.ops))
     for old, call in zip(old_traces, calls, strict=True):
         try:
@@ -113,7 +128,8 @@ def check(ctx: Analysis, live: Live, plan: Plan, model: nn.Module, calls: list[C
         problem = _compare(ctx, live, plan, old, new)
         if problem is not None:
             return problem
-    return None
+        traces.append(new)
+    return traces
 
 
 def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> Problem | None:

@@ -22,6 +22,7 @@ from .verify import Verification
 
 if TYPE_CHECKING:
     from .analyse import Analysis
+    from .follow import Fit
 
 
 STAND_INS = (Constant, NarrowMultiheadAttention, Passthrough, Shift)
@@ -58,8 +59,8 @@ class Report:
     kept: tuple[Kept, ...]
     verification: Verification | None
     seconds: float
-    plan: Plan
-    """What was done, parameter by parameter: `plan.slices` says which indices stayed."""
+    slices: dict[str, dict[int, Tensor]]
+    """Parameter -> dimension -> the indices that stayed, where some went."""
 
     @property
     def params_before(self) -> int:
@@ -143,9 +144,26 @@ def _totals(report: Report) -> Table:
 
 
 def make_report(
-    ctx: Analysis, live: Live, plan: Plan, old: nn.Module, new: nn.Module, proof: Verification | None, seconds: float
+    ctx: Analysis,
+    last: Fit,
+    plans: list[Plan],
+    old: nn.Module,
+    new: nn.Module,
+    proof: Verification | None,
+    seconds: float,
 ) -> Report:
-    return Report(count(old), count(new), _layers(old, new), _kept(ctx, live, plan), proof, seconds, plan)
+    kept = _kept(ctx, last.live, last.plan)
+    return Report(count(old), count(new), _layers(old, new), kept, proof, seconds, _slices(plans))
+
+
+def _slices(plans: list[Plan]) -> dict[str, dict[int, Tensor]]:
+    """What stayed after all steps, in indices of the original."""
+    total: dict[str, dict[int, Tensor]] = {}
+    for plan in plans:
+        for name, dims in plan.slices.items():
+            before = total.setdefault(name, {})
+            before |= {dim: before[dim][index] if dim in before else index for dim, index in dims.items()}
+    return total
 
 
 def _layers(old: nn.Module, new: nn.Module) -> tuple[Layer, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -64,19 +65,22 @@ def squeeze(
     check_finite(masked)
 
     calls = as_calls(example_inputs, kwargs)
-    traces = [trace(masked, call) for call in calls]  # 1. trace
-    facts = analyse(masked, traces, rules, keep)  # 2. constants, forward
-    facts.pin_outputs(feeds_training_branches(masked, calls[0], traces), "feeds a branch that runs in training only")
-    small, plan, live = fit(  # 3. liveness, backward  4. plan
-        facts,
-        calls,
-        build=lambda plan: rewrite(copy_model(masked), plan),  # 5. rewrite the user's modules
-    )
+    small, plans = masked, []
+    traces = [trace(small, call) for call in calls]  # 1. trace
+    while True:
+        facts = analyse(small, traces, rules, keep)  # 2. constants, forward
+        facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
+        fitted = fit(facts, calls)  # 3. liveness, backward  4. plan  5. rewrite a copy of the modules
+        if fitted.plan.empty:
+            break
+        # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
+        small, traces = fitted.model, fitted.traces
+        plans.append(fitted.plan)
     proof = None
     if verify:  # 6. old against new
-        exact = rewrite(copy_model(masked).double(), plan)
+        exact = functools.reduce(rewrite, plans, copy_model(masked).double())
         proof = compare(masked, small, calls, exact=exact)
-    report = make_report(facts, live, plan, masked, small, proof, time.perf_counter() - started)
+    report = make_report(facts, fitted, plans, masked, small, proof, time.perf_counter() - started)
     if inplace:
         source.__class__, source.__dict__ = small.__class__, small.__dict__
         small = source

@@ -202,7 +202,7 @@ class Affine(Rule):
         return (
             "weight" in op.memo
             and isinstance(op.out, Fact)
-            and not bool(compact(ctx.known(op)).isnan().any())
+            and not bool(compact(op.out.value).isnan().any())
             and ctx.can_fold(op)
             and not ctx.shared(op.memo["weight"], op)
         )
@@ -213,7 +213,7 @@ class Affine(Rule):
         geometry, name = op.memo["geometry"], op.memo["weight"]
         if op in ctx.cut:
             assert isinstance(op.out, Fact)
-            plan.constant_rows(op, uniform(ctx.known(op), geometry.channel))
+            plan.constant_rows(op, uniform(op.out.value, geometry.channel))
         else:
             self._fold(op, ctx, live, plan)
         if geometry.groups > 1 and ctx.param_labels(name, geometry.columns) is None:
