@@ -144,6 +144,8 @@ def unread(ctx: Analysis, every: list[Borders]) -> dict[str, Replacement]:
         calls = [border for border in every if border.trace.calls[name].count]
         options = [_unread(border, name, {**ctx.dead, **found}) for border in calls]
         first = options[0] if options else None
+        if first is not None and isinstance(module, Passthrough) and first.kind == "constant":
+            continue  # it is one already
         if first is not None and all(first.same(other) for other in options):
             found = {other: r for other, r in found.items() if not inside(other, {name: r})}
             found[name] = first

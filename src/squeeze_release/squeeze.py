@@ -71,7 +71,7 @@ def squeeze(
         facts = analyse(small, traces, rules, keep)  # 2. constants, forward
         facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
         fitted = fit(facts, calls)  # 3. liveness, backward  4. plan  5. rewrite a copy of the modules
-        if fitted.plan.empty:
+        if not _size(fitted.model) < _size(small):
             break
         # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
         small, traces = fitted.model, fitted.traces
@@ -85,6 +85,10 @@ def squeeze(
         source.__class__, source.__dict__ = small.__class__, small.__dict__
         small = source
     return Squeezed(small, report)
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _check_arguments(rules: str) -> None:
