@@ -64,7 +64,14 @@ def tensors(output: Any) -> list[Tensor]:
 
 def error(old: Tensor, new: Tensor) -> float:
     assert old.shape == new.shape and old.dtype == new.dtype
+    old, new = old.detach(), new.detach()
     return float((new - old).abs().max() / old.abs().max().clamp(min=1e-6))
+
+
+def close(got: Tensor, want: Tensor, tol: float = 1e-12) -> None:
+    """One tensor against another, at rounding error."""
+    assert got.shape == want.shape and got.dtype == want.dtype and torch.isfinite(want).all()
+    assert error(want, got) <= tol, f"relative error {error(want, got):.1e}"
 
 
 @torch.no_grad()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from check import close
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -15,20 +15,6 @@ from squeeze_release import modules
 from squeeze_release.modules import CompensatedLayerNorm, with_index
 
 F64 = torch.float64
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors here are tiny, and threads that wait for a core cost seconds
-    yield
-    torch.set_num_threads(threads)
-
-
-def close(got: Tensor, want: Tensor, tol: float = 1e-12) -> None:
-    assert got.shape == want.shape and got.dtype == want.dtype and torch.isfinite(want).all()
-    error = (got - want).abs().max() / want.abs().max().clamp(min=1e-6)
-    assert error <= tol, f"relative error {error:.1e}"
 
 
 def norms(kept: int, constants: Tensor, eps: float = 1e-5, **how: bool) -> tuple[nn.LayerNorm, CompensatedLayerNorm]:

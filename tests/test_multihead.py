@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from check import close
+from torch import nn
 
 from squeeze_release import modules
 
 F64 = torch.float64
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors here are tiny, and threads that wait for a core cost seconds
-    yield
-    torch.set_num_threads(threads)
-
-
-def close(got: Tensor, want: Tensor, tol: float = 1e-12) -> None:
-    assert got.shape == want.shape and got.dtype == want.dtype and torch.isfinite(want).all()
-    error = (got - want).abs().max() / want.abs().max().clamp(min=1e-6)
-    assert error <= tol, f"relative error {error:.1e}"
 
 
 def twins(narrow: bool = False, **how: object) -> tuple[nn.MultiheadAttention, modules.NarrowMultiheadAttention]:

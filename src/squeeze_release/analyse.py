@@ -46,7 +46,8 @@ class Analysis:
         self.wanted: set[Op] = set()
         self.dead: dict[str, blocks.Replacement] = {}
         self._tensors, self._canonical = _tensors(model)
-        self._grid_rows: dict[Any, Tensor] = {}
+        self._rows: dict[Any, Tensor] = {}  # table -> the labels that stand for its rows
+        self._laid_out: set[Any] = set()  # the grids there are
 
     # ------------------------------------------------------------------ what rules ask and say
 
@@ -74,16 +75,16 @@ class Analysis:
         self, op: Op, table: Tensor, *, outer: Tensor | None = None, inner: Tensor | None = None, ragged: bool = True
     ) -> Tensor:
         """Keep the rows of a table equally long; returns the labels that stand for its rows."""
-        if outer is None:
-            key = (tuple(table.shape), tuple(table.reshape(-1).tolist()))
-            outer = self._grid_rows.setdefault(
-                key, self.labels.fresh(len(table)) if key not in self._grid_rows else table
-            )
-        grid = Grid(
-            table, op.where, outer, inner, ragged, rigid=ragged and "head_dims" not in self.options, module=op.module
-        )
-        if not any(_same(grid, other) for other in self.grids[-64:]):
-            self.grids.append(grid)
+        key = _key(table)
+        if outer is None:  # the same rows have the same labels wherever they turn up
+            if key not in self._rows:
+                self._rows[key] = self.labels.fresh(len(table))
+            outer = self._rows[key]
+        known = (op.module, ragged, key, _key(outer), _key(inner))
+        if known not in self._laid_out:
+            self._laid_out.add(known)
+            rigid = ragged and "head_dims" not in self.options
+            self.grids.append(Grid(table, op.where, outer, inner, ragged, rigid, op.module))
         return outer
 
     def pin_outputs(self, places: Collection[str | tuple[int, ...]], text: str) -> None:
@@ -304,11 +305,8 @@ def can_take_bias(module: nn.Module, weight: Tensor) -> bool:
     )
 
 
-def _same(a: Grid, b: Grid) -> bool:
-    def equal(x: Tensor | None, y: Tensor | None) -> bool:
-        return (x is None) == (y is None) and (x is None or y is None or torch.equal(x, y))
-
-    return a.ragged == b.ragged and all(equal(getattr(a, f), getattr(b, f)) for f in ("labels", "outer", "inner"))
+def _key(labels: Tensor | None) -> object:
+    return None if labels is None else (tuple(labels.shape), tuple(labels.reshape(-1).tolist()))
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
