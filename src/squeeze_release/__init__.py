@@ -1,7 +1,7 @@
 """squeeze-release: make pruned networks really smaller, without changing what they compute."""
 
 from .errors import ExportError, InputError, MaskError, ModelError, SqueezeError, VerificationError, WeightError
-from .modules import CompensatedLayerNorm
+from .modules import CompensatedLayerNorm, CompensatedRMSNorm
 from .report import Report
 from .squeeze import Squeezed, squeeze
 
@@ -9,6 +9,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "CompensatedLayerNorm",
+    "CompensatedRMSNorm",
     "ExportError",
     "InputError",
     "MaskError",

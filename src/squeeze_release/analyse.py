@@ -14,7 +14,7 @@ from . import blocks
 from .facts import Fact, nothing, varying, vector
 from .labels import Grid, Labels, Live
 from .modules import can_index
-from .rules import RULES, UNKNOWN, Op, Rule, flat
+from .rules import RULES, UNKNOWN, Op, Rule, carriers, flat
 from .trace import Trace, named_arguments
 
 # What each rule set may do beyond folding constants, dropping the unread and removing dead blocks.
@@ -22,7 +22,7 @@ RULE_SETS: dict[str, frozenset[str]] = {
     "A": frozenset(),
     "AB": frozenset({"norms"}),
     "paper": frozenset({"norms", "heads"}),
-    "all": frozenset({"norms", "heads", "head_dims", "streams"}),
+    "all": frozenset({"norms", "heads", "head_dims", "streams", "carriers"}),
 }
 
 
@@ -72,7 +72,14 @@ class Analysis:
             self.pin(labels, op, text)
 
     def grid(
-        self, op: Op, table: Tensor, *, outer: Tensor | None = None, inner: Tensor | None = None, ragged: bool = True
+        self,
+        op: Op,
+        table: Tensor,
+        *,
+        outer: Tensor | None = None,
+        inner: Tensor | None = None,
+        ragged: bool = True,
+        rigid: bool = False,
     ) -> Tensor:
         """Keep the rows of a table equally long; returns the labels that stand for its rows."""
         key = _key(table)
@@ -80,10 +87,10 @@ class Analysis:
             if key not in self._rows:
                 self._rows[key] = self.labels.fresh(len(table))
             outer = self._rows[key]
-        known = (op.module, ragged, key, _key(outer), _key(inner))
+        known = (op.module, ragged, rigid, key, _key(outer), _key(inner))
         if known not in self._laid_out:
             self._laid_out.add(known)
-            rigid = ragged and "head_dims" not in self.options
+            rigid = rigid or (ragged and "head_dims" not in self.options)
             self.grids.append(Grid(table, op.where, outer, inner, ragged, rigid, op.module))
         return outer
 
@@ -97,14 +104,15 @@ class Analysis:
                         self.pins += [(layer.unique(), op.where, text) for layer in fact.layers]
 
     def agreed(self, reader: str) -> Tensor:
-        """The constants that every call of a reader sees alike; NaN elsewhere."""
+        """What every call of a reader knows alike of its channels; NaN elsewhere."""
         first, *others = self.constants[reader]
         for other in others:
-            first = (
-                torch.where(first == other, first, torch.nan)
-                if other.shape == first.shape
-                else torch.full_like(first, torch.nan)
-            )
+            if len(first) != len(other):
+                return torch.full_like(first, torch.nan)
+            if first.dim() == 2:  # fewer functions in one call: the others' factors are 0 there
+                wide = max(first.size(1), other.size(1))
+                first, other = (torch.nn.functional.pad(table, (0, wide - table.size(1))) for table in (first, other))
+            first = torch.where(first == other, first, torch.nan)
         return first
 
     def can_fold(self, op: Op) -> bool:
@@ -116,6 +124,9 @@ class Analysis:
         if op.given.get("bias") is not None:
             return False
         return can_take_bias(self.model.get_submodule(op.module), self.tensor(op.memo["weight"]))
+
+    def readers_of(self, name: str) -> list[Op]:
+        return self.readers[self._canonical[name]]
 
     def shared(self, name: str, op: Op) -> bool:
         """Whether another op of the same call reads this parameter too."""
@@ -227,7 +238,8 @@ class Analysis:
         self.dead = blocks.outermost({**found, **self.dead})
         live = Live(self.labels)
         for op in self.ops:
-            op.memo.pop("done", None)
+            for stale in ("done", "read", "carried"):
+                op.memo.pop(stale, None)
         self._mark_fixed(live)
         for grid in self.grids:  # the finest last, so that it counts
             if grid.outer is not None and grid.ragged:
@@ -243,6 +255,10 @@ class Analysis:
                 if not live.grown:
                     for grid in level:
                         grid.settle(live)
+            if not live.grown:
+                carriers.settle(
+                    [r for op in self.ops if op in self.wanted for r in rule_of(op).carriers(op, self, live)], live
+                )
             if not live.grown:
                 self._keep_one(live)
         return live

@@ -99,6 +99,10 @@ class Live:
             self.reasons.append(reason)
         self.why[new] = len(self.reasons) - 1
 
+    def given_reasons(self) -> list[Reason]:
+        """The reason of every class that stays."""
+        return [self.reasons[i] for i in self.why[self.mask & (self.why >= 0)].tolist()]
+
     def reason(self, label: int) -> Reason | None:
         index = int(self.why[self.root[label]])
         return self.reasons[index] if index >= 0 else None

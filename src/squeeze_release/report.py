@@ -18,6 +18,7 @@ from .labels import Live
 from .masks import Counts, count
 from .modules import Constant, NarrowMultiheadAttention, Passthrough, Shift
 from .plan import Plan
+from .rules.carriers import CARRIES
 from .verify import Verification
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Report:
     kept: tuple[Kept, ...]
     verification: Verification | None
     seconds: float
+    carriers: int
+    """Channels that stay because they stand for others too: see `rules/carriers.py`."""
     slices: dict[str, dict[int, Tensor]]
     """Parameter -> dimension -> the indices that stayed, where some went."""
 
@@ -153,7 +156,8 @@ def make_report(
     seconds: float,
 ) -> Report:
     kept = _kept(ctx, last.live, last.plan)
-    return Report(count(old), count(new), _layers(old, new), kept, proof, seconds, _slices(plans))
+    carriers = sum(reason.text == CARRIES for reason in last.live.given_reasons())
+    return Report(count(old), count(new), _layers(old, new), kept, proof, seconds, carriers, _slices(plans))
 
 
 def _slices(plans: list[Plan]) -> dict[str, dict[int, Tensor]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .blocks import Replacement
 from .modules import (
     CompensatedLayerNorm,
+    CompensatedRMSNorm,
     Constant,
     NarrowMultiheadAttention,
     Passthrough,
@@ -17,7 +18,8 @@ from .modules import (
     narrow_attention,
     with_index,
 )
-from .plan import ConstantRows, Fold, Plan
+from .norms import Norm
+from .plan import Carry, ConstantRows, Fold, Plan
 
 
 class Tensors:
@@ -60,11 +62,11 @@ def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
         _make_constant(tensors, rows, plan)
     for fold in plan.folded.values():
         _add_to_bias(tensors, fold, plan)
-    for name, (which, factor) in plan.scaled.items():
+    for name, factors in plan.scaled.items():
         old = tensors[name]
-        scale = torch.ones(len(which), dtype=torch.float64)
-        scale[which] = factor
-        tensors[name] = old.double() * scale.to(old.device).reshape(-1, *[1] * (old.dim() - 1))
+        tensors[name] = old.double() * factors.to(old.device).reshape(-1, *[1] * (old.dim() - 1))
+    for name, carry in plan.carried.items():
+        tensors[name] = _carry(tensors[name], carry)
     for name, values in plan.replaced_values.items():
         tensors[name] = values
     for name, dims in plan.slices.items():
@@ -94,11 +96,25 @@ def _add_to_bias(tensors: Tensors, fold: Fold, plan: Plan) -> None:
         old = tensors[fold.bias]
         tensors[fold.bias] = old.double() + fold.delta.to(old.device)
         return
+    if not bool(fold.delta.any()):
+        return
     like = tensors[fold.weight]
     index = plan.slices.get(fold.weight, {}).get(fold.rows)
     delta = fold.delta if index is None else fold.delta[index]
     new = nn.Parameter(delta.to(like.device, like.dtype), requires_grad=like.requires_grad)
     tensors.model.get_submodule(fold.module).bias = new
+
+
+def _carry(weight: Tensor, carry: Carry) -> Tensor:
+    """Add the columns that go to those of their carriers."""
+    new = weight.double() if weight.dtype != torch.float64 else weight.clone()
+    wide = new.movedim(carry.columns, 1)
+    for rows, found in zip(wide.chunk(len(carry.groups)), carry.groups, strict=True):
+        if found is not None:
+            gone = rows[:, found.gone.to(new.device)]
+            more = torch.tensordot(gone, found.factors.to(new.device), dims=([1], [0])).movedim(-1, 1)
+            rows[:, found.carriers.to(new.device)] += more
+    return new
 
 
 def _refit(model: nn.Module, plan: Plan) -> nn.Module:
@@ -114,8 +130,8 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
             setattr(model.get_submodule(path), attribute, value)
     for path, index in plan.indices.items():
         model = _swap(model, path, with_index(model.get_submodule(path), index))
-    for path, (constants, channel_dim) in plan.norms.items():
-        model = _swap(model, path, compensated(model.get_submodule(path), constants, channel_dim))
+    for path, (norm, constants) in plan.norms.items():
+        model = _swap(model, path, compensated(model.get_submodule(path), norm, constants))
     for path, heads in plan.heads.items():
         mha = model.get_submodule(path)
         assert isinstance(mha, (nn.MultiheadAttention, NarrowMultiheadAttention))
@@ -162,21 +178,26 @@ def refresh(module: nn.Module) -> None:
         module.num_parameters = len(weight)
 
 
-def compensated(norm: nn.Module, constants: Tensor, channel_dim: int) -> CompensatedLayerNorm:
+def compensated(old: nn.Module, norm: Norm, constants: Tensor) -> nn.Module:
     """The norm on fewer channels, with the statistics of the removed ones."""
-    if isinstance(norm, CompensatedLayerNorm):
-        norm.normalized_shape = (norm.normalized_shape[0] - len(constants),)
-        norm.merge(constants)
-        return norm
-    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    width = len(weight) if weight is not None else int(norm.normalized_shape[0]) - len(constants)  # type: ignore[index]
-    new = CompensatedLayerNorm(width, float(norm.eps), elementwise_affine=False, channel_dim=channel_dim)  # type: ignore[arg-type]
-    new.weight, new.bias = weight, bias
-    like = next(iter(norm.parameters()), None)
+    if isinstance(old, (CompensatedLayerNorm, CompensatedRMSNorm)):
+        old.normalized_shape = (old.normalized_shape[0] - len(constants),)
+        old.merge(constants)
+        return old
+    weight, like = getattr(old, "weight", None), next(iter(old.parameters()), None)
+    width = len(weight) if weight is not None else int(old.normalized_shape[0]) - len(constants)  # type: ignore[index]
+    new: CompensatedLayerNorm | CompensatedRMSNorm
+    if norm.kind == "rms":
+        new = CompensatedRMSNorm(width, norm.eps, False, weight_offset=norm.weight_offset, channel_dim=norm.channel_dim)
+    else:
+        assert norm.eps is not None
+        new = CompensatedLayerNorm(width, norm.eps, False, channel_dim=norm.channel_dim)
+        new.bias = getattr(old, "bias", None)
+    new.weight = weight
     if like is not None:
         new.to(like.device)
     new.merge(constants)
-    _inherit(new, norm)
+    _inherit(new, old)
     return new
 
 

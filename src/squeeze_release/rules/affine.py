@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..facts import Fact, compact, uniform, unknown, vector
 from ..labels import Live
 from .base import Facts, Op, Rule, blank, contracted, passed_on, rule
+from .carriers import Request, carried, known, request
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
@@ -38,9 +40,9 @@ class Affine(Rule):
     """y_j = b_j + sum_k W_jk x_k.
 
     Constant: y_j, where every x_k with W_jk != 0 is constant (in front of zero padding: is 0).
-    Need: x_k, where some living row j has W_jk != 0 and x_k is not such a constant.
-    Absorb: b_j += W_jk c_k for every constant x_k that goes. A missing bias is created.
-    Unread coordinates of a model input are left out by an index.
+    Need: x_k, where some living row j has W_jk != 0 and x_k is neither such a constant nor carried by others.
+    Absorb: b_j += W_jk c_k for every constant x_k that goes; what a bias cannot hold goes into the columns of carriers
+    (`rules/carriers.py`). A missing bias is created. Unread coordinates of a model input are left out by an index.
     """
 
     def geometry(self, op: Op) -> Geometry:
@@ -67,10 +69,9 @@ class Affine(Rule):
         for d in range(2, len(op.given["weight"].shape)):
             ctx.pin_param(name, d, op, "taps of a convolution")
         op.memo.update(geometry=geometry, weight=name, columns=columns, rows=rows)
-        c = uniform(x.value, dim)
-        if geometry.padded:
-            c = torch.where(c == 0, c, torch.nan)
-        ctx.constants.setdefault(name, []).append(c)
+        table = known(x, dim, padded=geometry.padded, carriers="carriers" in ctx.options)
+        ctx.constants.setdefault(name, []).append(table)
+        c = torch.where((table[:, 1:] != 0).any(1), torch.nan, table[:, 0])
         layers = [compact(layer).expand(out.shape) for layer in self._positions(op, ctx, x, dim)]
         value = self._value(op, ctx, c, out.shape, dim)
         if rows is not None:
@@ -163,27 +164,62 @@ class Affine(Rule):
         if "done" in op.memo and alive is not None and torch.equal(op.memo["done"], alive):
             return
         op.memo["done"] = alive
-        geometry = op.memo["geometry"]
-        matrix = self.matrix(ctx.tensor(op.memo["weight"]), geometry)
+        read = op.memo["read"] = self._read(op, ctx, alive)
+        table = self._table(op, ctx)
+        live.mark(columns[read & table.isnan().any(1)], op.where, "reads it")
+        self._refuse(op, ctx, live, read, table)
+
+    def _read(self, op: Op, ctx: Analysis, alive: Tensor | None) -> Tensor:
+        """Which columns the living rows read."""
+        matrix = self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"])
         read = (matrix != 0).any(3)
         if alive is not None:
-            read = read & alive.reshape(geometry.groups, -1, 1)
-        read = read.any(1).reshape(-1)
-        if alive is not None and geometry.groups > 1 and matrix.size(2) == 1:
-            read = alive.reshape(geometry.groups, -1).any(1)  # depthwise: an output stays paired with its input
-        c = ctx.agreed(op.memo["weight"])
-        if c.numel() != read.numel():
-            c = torch.full_like(read, torch.nan, dtype=torch.float64)
-        live.mark(columns[read & c.isnan()], op.where, self._refusal(op))
-        constant = read & ~c.isnan() & (c != 0)
+            read = read & alive.reshape(len(matrix), -1, 1)
+        return read.any(1).reshape(-1)
+
+    def _table(self, op: Op, ctx: Analysis) -> Tensor:
+        """What every call knows of the columns."""
+        table, width = ctx.agreed(op.memo["weight"]), len(op.memo["columns"])
+        return table if len(table) == width else torch.full((width, 1), torch.nan, dtype=torch.float64)
+
+    def _refuse(self, op: Op, ctx: Analysis, live: Live, read: Tensor, table: Tensor) -> None:
+        """Keep the known channels that neither a bias nor a carrier can take over."""
+        columns, constant = op.memo["columns"], read & (table.nan_to_num(0.0)[:, 0] != 0)
         if not ctx.can_fold(op):
             live.mark(columns[constant], op.where, "a constant, but there is no bias to fold it into")
         elif bool(constant.any()):
+            matrix = self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"])
+            bad = constant & self._ill_conditioned(matrix, table[:, 0])
+            live.mark(columns[bad], op.where, "folding this constant would lose digits")
+        carried = read & (table.nan_to_num(0.0)[:, 1:] != 0).any(1)
+        if bool(carried.any()) and not self._can_carry(op, ctx, table):
             live.mark(
-                columns[constant & self._ill_conditioned(matrix, c)],
-                op.where,
-                "folding this constant would lose digits",
+                columns[carried], op.where, "not the same at every position, and its weight is read elsewhere too"
             )
+
+    def _can_carry(self, op: Op, ctx: Analysis, table: Tensor) -> bool:
+        """Whether the weight may change: nobody reads it otherwise. A depthwise output reads one channel only."""
+        if self._depthwise(op, ctx) and (table.size(1) > 2 or not ctx.can_index(op)):
+            return False
+        return all(reader.memo.get("geometry") == op.memo["geometry"] for reader in ctx.readers_of(op.memo["weight"]))
+
+    def _depthwise(self, op: Op, ctx: Analysis) -> bool:
+        geometry: Geometry = op.memo["geometry"]
+        return geometry.groups > 1 and ctx.param_labels(op.memo["weight"], geometry.columns) is None
+
+    def _by_group(self, op: Op, ctx: Analysis) -> int:
+        """Among how many sets of columns carriers are shared: a depthwise convolution gathers from all of them."""
+        return 1 if self._depthwise(op, ctx) else op.memo["geometry"].groups
+
+    def carriers(self, op: Op, ctx: Analysis, live: Live) -> Iterator[Request]:
+        if "read" not in op.memo or op in ctx.cut:
+            return
+        table, read, columns = self._table(op, ctx), op.memo["read"], op.memo["columns"]
+        if table.size(1) == 1:
+            return
+        groups = self._by_group(op, ctx)
+        for part in zip(table.chunk(groups), columns.chunk(groups), read.chunk(groups), strict=True):
+            yield from request(*part, live, op.where)
 
     @staticmethod
     def _ill_conditioned(matrix: Tensor, c: Tensor) -> Tensor:
@@ -192,11 +228,6 @@ class Affine(Rule):
         terms = matrix.double().sum(3) * c.nan_to_num(0.0).reshape(groups, 1, width)
         bad = terms.abs().sum(2) > _MOST_CANCELLATION * terms.sum(2).abs().clamp(min=1.0)
         return (bad[:, :, None] & (terms != 0)).any(1).reshape(-1)
-
-    def _refusal(self, op: Op) -> str:
-        if op.memo["geometry"].padded:
-            return "reads it (a constant other than 0 counts too: zero padding makes its border differ)"
-        return "reads it"
 
     def cuts(self, op: Op, ctx: Analysis) -> bool:
         return (
@@ -210,13 +241,15 @@ class Affine(Rule):
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         if "weight" not in op.memo:
             return
-        geometry, name = op.memo["geometry"], op.memo["weight"]
+        geometry = op.memo["geometry"]
         if op in ctx.cut:
             assert isinstance(op.out, Fact)
             plan.constant_rows(op, uniform(op.out.value, geometry.channel))
-        else:
-            self._fold(op, ctx, live, plan)
-        if geometry.groups > 1 and ctx.param_labels(name, geometry.columns) is None:
+        elif op.memo["columns"] is not None:
+            offset = self._carry(op, ctx, live, plan)
+            if bool((offset != 0).any()) and not self._depthwise(op, ctx):
+                self._fold(op, ctx, offset, plan)
+        if self._depthwise(op, ctx):
             self._gather(op, ctx, live, plan)
         elif geometry.groups > 1:
             if op.memo["rows"] is not None and geometry.rows == 0:
@@ -226,20 +259,28 @@ class Affine(Rule):
             if not bool(keep.all()) and not op.given["input"].along(geometry.channel):
                 plan.index(op.module, keep.nonzero().flatten())
 
-    def _fold(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
-        geometry, name, columns = op.memo["geometry"], op.memo["weight"], op.memo["columns"]
-        if columns is None:
-            return
-        c = ctx.agreed(name)
-        gone = ~live[columns] & ~c.isnan() & (c != 0)
-        if not bool(gone.any()):
-            return
-        matrix = self.matrix(ctx.tensor(name), geometry)
-        groups, _, width, _ = matrix.shape
-        gone, c = gone.reshape(groups, width), torch.where(gone, c, 0.0).reshape(groups, 1, width)
-        used = gone.any(0)
-        delta = (matrix[:, :, used].double().sum(3) * c[:, :, used]).sum(2).reshape(-1)
-        plan.fold(op, delta)
+    def _carry(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> Tensor:
+        """Let carriers take over columns that go; returns what a bias must hold of each."""
+        table, alive = self._table(op, ctx), live[op.memo["columns"]]
+        read = op.memo.get("read", torch.zeros_like(alive))
+        groups = self._by_group(op, ctx)
+        offsets = torch.where(~alive, table[:, 0].nan_to_num(0.0), 0.0).reshape(groups, -1)
+        parts = zip(table.chunk(groups), alive.chunk(groups), read.chunk(groups), strict=True)
+        found = [carried(*part) for part in parts]
+        for offset, own, each in zip(offsets, table.chunk(groups), found, strict=True):
+            if each is not None:
+                offset[each.gone] -= each.factors @ own[each.carriers, 0]
+        if any(found):
+            op.memo["carried"] = found
+            if not self._depthwise(op, ctx):
+                plan.carry(op.memo["weight"], op.memo["geometry"].columns, found)
+        return offsets.flatten()
+
+    def _fold(self, op: Op, ctx: Analysis, offset: Tensor, plan: Plan) -> None:
+        matrix = self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"])
+        offset = offset.reshape(len(matrix), 1, -1)
+        used = (offset != 0).any(0).flatten()
+        plan.fold(op, (matrix[:, :, used].double().sum(3) * offset[:, :, used]).sum(2).reshape(-1))
 
     def _gather(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         """Depthwise: which kept input channel does each kept output channel read?"""
@@ -253,10 +294,16 @@ class Affine(Rule):
         here = live[columns] if columns is not None else torch.ones(geometry.groups, dtype=torch.bool)
         position = here.long().cumsum(0) - 1
         lost = keep & ~here[source]
-        if bool(lost.any()):  # its input went, so its output is a constant
+        for found in op.memo.get("carried", ()):  # one carrier is gathered as often as it is needed
+            factors = torch.ones(geometry.groups, dtype=torch.float64)
+            factors[found.gone] = found.factors[:, 0]
+            position[found.gone] = int(position[found.carriers[0]])
+            plan.scale(op.memo["weight"], factors[source])
+            lost &= ~torch.isin(source, found.gone)
+        if bool(lost.any()) and op not in ctx.cut:  # its input went, so its output is a constant, or fills a width
             assert isinstance(op.out, Fact)
-            plan.constant_rows(op, uniform(op.out.value, geometry.channel), only=lost)
-        index = torch.where(here[source], position[source], 0)[keep]
+            plan.constant_rows(op, uniform(op.out.value, geometry.channel).nan_to_num(0.0), only=lost)
+        index = position.clamp(min=0)[source][keep]
         plan.depthwise(op.module, index, int(here.sum()))
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..analyse import Analysis
     from ..plan import Plan
     from ..trace import Trace
+    from .carriers import Request
 
 Facts = Fact | list[Any] | None
 
@@ -76,6 +77,10 @@ class Rule:
 
     def need(self, op: Op, ctx: Analysis, live: Live) -> None:
         """Mark the input channels that the living output channels need."""
+
+    def carriers(self, op: Op, ctx: Analysis, live: Live) -> Iterator[Request]:
+        """Ask that one of several channels stays, on behalf of the others."""
+        yield from ()
 
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         """Fold into the parameters what goes."""

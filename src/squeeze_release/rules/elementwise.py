@@ -64,7 +64,9 @@ class Identity(Rule):
         if op.given.get("train") or out.shape != x.shape:
             return super().forward(op, ctx)
         floating = op.node.meta["val"].dtype.is_floating_point
-        return Fact(x.shape, x.layers, x.value if floating else unknown(x.shape), x.source)
+        return Fact(
+            x.shape, x.layers, x.value if floating else unknown(x.shape), x.source, x.span if floating else None
+        )
 
 
 @rule(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..facts import Fact, compact, vector
 from ..labels import Live
@@ -49,9 +50,12 @@ class IndexSelect(Rule):
         layers = [compact(layer).expand(out.shape) for layer in passed_on(x, (dim,))]
         if mine is not None:
             layers.append(vector(mine, out.shape, dim))
-        value = compact(x.value)
-        value = value.index_select(dim, index) if value.size(dim) > 1 else value
-        return Fact(out.shape, tuple(layers), value.expand(out.shape))
+
+        def gather(numbers: Tensor) -> Tensor:
+            numbers = compact(numbers)
+            return (numbers.index_select(dim, index) if numbers.size(dim) > 1 else numbers).expand(out.shape)
+
+        return Fact(out.shape, tuple(layers), gather(x.value), span=x.moved(gather))
 
     def need(self, op: Op, ctx: Analysis, live: Live) -> None:
         labels, mine = op.memo.get("labels"), op.memo.get("mine")

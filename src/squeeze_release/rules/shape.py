@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..facts import Fact, collapse, compact, varying
+from ..facts import Fact, collapse, compact, scaled_one, varying
 from .base import Facts, Op, Rule, blank, rule
 from .elementwise import combine_layers
 from .pool import keep_uniform
@@ -38,7 +38,7 @@ class Move(Rule):
                 kept.append(layer)
             else:
                 ctx.pin(layer, op, "a width of 1 cannot shrink")
-        return Fact(tuple(value.shape), tuple(kept), value, x.source)
+        return Fact(tuple(value.shape), tuple(kept), value, x.source, x.moved(lambda t: self.run(op, t)))
 
     def _source(self, op: Op, ctx: Analysis, x: Fact) -> Fact:
         """What a slice may assume of the tensor it cuts."""
@@ -103,6 +103,7 @@ class Pieces(Rule):
         x = next(op.facts())
         dim = op.given.get("dim", 0) % len(x.shape)
         values = [collapse(v) for v in call(op, x.value)]
+        spans = [x.moved(lambda t, i=i: collapse(call(op, t)[i])) for i in range(len(values))]  # type: ignore[misc]
         pieces = [[collapse(piece) for piece in call(op, layer)] for layer in x.layers]
         for layer, parts in zip(x.layers, pieces, strict=True):
             if dim in varying(layer) and not op.name.startswith("aten.unbind"):
@@ -112,7 +113,7 @@ class Pieces(Rule):
                 if not varying(part):
                     ctx.pin(part, op, "a width of 1 cannot shrink")
         return [
-            Fact(tuple(v.shape), tuple(p[i] for p in pieces if varying(p[i])), v, x.source)
+            Fact(tuple(v.shape), tuple(p[i] for p in pieces if varying(p[i])), v, x.source, spans[i])
             for i, v in enumerate(values)
         ]
 
@@ -231,12 +232,12 @@ class Pad(Rule):
         if any(moved & set(varying(layer)) for layer in x.layers) or any(p < 0 for p in op.given["pad"]):
             return super().forward(op, ctx)
         layers = tuple(compact(layer).expand(out.shape) for layer in x.layers)
-        value = compact(x.value)
+        value, span = keep_uniform(x.value, tuple(moved)), None
         if op.given.get("mode", "constant") == "constant":
-            value = torch.where(value == (op.given.get("value") or 0.0), value, torch.nan)
-        if any(value.size(d) > 1 for d in moved):
-            value = torch.full((1,) * len(x.shape), torch.nan, dtype=torch.float64)
-        return Fact(out.shape, layers, value.expand(out.shape))
+            filled = op.given.get("value") or 0.0
+            span = None if filled else scaled_one(value.expand(out.shape), layers)
+            value = torch.where(value == filled, value, torch.nan)
+        return Fact(out.shape, layers, value.expand(out.shape), span=span)
 
 
 def register(op: Op, ctx: Analysis, layer: Tensor, *, reordered: bool = False) -> None:
