@@ -282,8 +282,6 @@ def test_layer_norm_in_front_of_a_residual_stream():
     [
         nn.GroupNorm(3, 6),
         nn.GroupNorm(1, 6),
-        nn.InstanceNorm2d(6),
-        nn.InstanceNorm2d(6, affine=True),
         nn.LocalResponseNorm(3),
         nn.RMSNorm(7),
     ],

@@ -24,6 +24,7 @@ from .plan import Plan, make_plan
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
 from .rules.elementwise import Combine, Unary
+from .rules.groupnorm import GroupNorm
 from .rules.shape import Move, Pieces
 from .trace import Trace, named_arguments, trace
 from .verify import Call
@@ -149,6 +150,8 @@ def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> P
             return Problem(place, f"its code fixes a width: {_short(was)} gives {have} where {want} was planned")
         if _start(was) is not None and _start(now) != _moved_start(by_node[was], live):
             return Problem(place, f"its code fixes where a slice begins: {_short(was)}")
+        if isinstance(rule := rule_of(by_node[was]), GroupNorm) and now.args[1] != rule.groups_left(by_node[was], live):
+            return Problem(place, f"its code fixes a number of groups: {_short(was)}")
         if _numbers(was, old) != _numbers(now, new, plan.rescaled.get(place)):
             return Problem(place, f"a number in its code depends on a width: {_short(was)}")
     if _shapes(old.nodes[-1]) != _shapes(new.nodes[-1]):

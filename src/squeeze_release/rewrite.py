@@ -107,6 +107,9 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
         model.get_submodule(path).groups = groups  # type: ignore[assignment]
     for module in model.modules():
         refresh(module)
+    for path, sizes in plan.sizes.items():
+        for attribute, value in sizes.items():
+            setattr(model.get_submodule(path), attribute, value)
     for path, (old, new) in plan.rescaled.items():
         _rescale(model.get_submodule(path), old, new)
     for path, attributes in plan.attributes.items():

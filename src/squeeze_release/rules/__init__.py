@@ -4,7 +4,7 @@ A rule is three small functions: `forward` says what is known of the output, `ne
 need, `absorb` how the parameters change when channels go. Its docstring states its algebra.
 """
 
-from . import affine, attention, elementwise, index, norm, pool, shape
+from . import affine, attention, elementwise, groupnorm, index, norm, pool, shape
 from .base import RULES, UNKNOWN, Op, Rule, flat, rule
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "attention",
     "elementwise",
     "flat",
+    "groupnorm",
     "index",
     "norm",
     "pool",

@@ -110,8 +110,8 @@ class InlineLayerNorm(Rule):
     reason = "layer_norm called as a function inside a larger forward; make it an nn.LayerNorm to let channels go"
 
 
-@rule("group_norm", "instance_norm", "rms_norm")
+@rule("rms_norm")
 class KeptNorm(Rule):
-    """Norms over groups of channels keep their widths."""
+    """Norms that keep their widths."""
 
     reason = "this norm keeps its width"
