@@ -297,12 +297,6 @@ def test_other_norms_keep_their_width_exactly(norm):
         assert reasons(squeezed.report)
 
 
-def test_group_norm_behind_constants_is_not_taken_for_constant():
-    net = noisy(nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1)))
-    dead(net[0], 0, 1)
-    check(net, rand(1, 3, 5, 5), golden={"0.out_channels": 4})
-
-
 def test_rms_norm_keeps_its_width():
     net = noisy(nn.Sequential(nn.Linear(4, 6), nn.RMSNorm(6), nn.Linear(6, 2)))
     dead(net[0], 1)

@@ -131,10 +131,15 @@ class Analysis:
             if (
                 len(dims) == 2
                 and dims[0] is not None
-                and all(op.name == "aten.linear.default" for op in self.readers.get(name, []))
+                and all(op.name == "aten.linear.default" and self._scales(op) for op in self.readers.get(name, []))
             ):
                 owned = torch.cat([owned, dims[0]])
         return bool(torch.isin(labels, owned).all())
+
+    @staticmethod
+    def _scales(op: Op) -> bool:
+        """Whether rows can be scaled along with their bias: not if that is computed."""
+        return op.given.get("bias") is None or op.param("bias") is not None
 
     def refuse(self, module: str, text: str) -> bool:
         """The code of a module did not follow: let less go from it. Step by step: heads only; no heads; nothing."""

@@ -217,7 +217,7 @@ def _numbers(node: fx.Node, trace: Trace, rescaled: tuple[float, float] | None =
 
 def _start(node: fx.Node) -> int | None:
     """Where a slice, narrow or select begins."""
-    if not _short(node).startswith(("aten.slice.", "aten.select.", "aten.narrow")):
+    if not _short(node).startswith(("aten.slice.", "aten.slice_scatter", "aten.select.", "aten.narrow")):
         return None
     given = named_arguments(node)
     size = node.args[0].meta["val"].shape[given["dim"]]  # type: ignore[union-attr]

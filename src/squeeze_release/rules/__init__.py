@@ -4,7 +4,7 @@ A rule is three small functions: `forward` says what is known of the output, `ne
 need, `absorb` how the parameters change when channels go. Its docstring states its algebra.
 """
 
-from . import affine, attention, elementwise, groupnorm, index, norm, pool, shape
+from . import affine, attention, create, elementwise, groupnorm, index, norm, pool, shape, window
 from .base import RULES, UNKNOWN, Op, Rule, flat, rule
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Rule",
     "affine",
     "attention",
+    "create",
     "elementwise",
     "flat",
     "groupnorm",
@@ -22,4 +23,5 @@ __all__ = [
     "pool",
     "rule",
     "shape",
+    "window",
 ]

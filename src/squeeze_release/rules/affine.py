@@ -120,11 +120,12 @@ class Affine(Rule):
             mine = ctx.param_labels(bias, 0)
             if mine is not None:
                 ctx.labels.merge(rows, mine)
-        elif isinstance(op.given.get("bias"), Fact):
-            for layer in op.given["bias"].layers:
-                ctx.pin(layer, op, "a bias that is computed, not stored")
-            if rows is not None:
-                ctx.pin(rows, op, "its bias is computed, not stored")
+        elif isinstance(op.given.get("bias"), Fact) and rows is not None:  # put together from pieces, as BEiT's is
+            mine = contracted(op, ctx, op.given["bias"], 0)
+            if mine is not None and geometry.groups == 1:
+                ctx.labels.merge(rows, mine)
+            else:
+                ctx.pin(rows, op, "its bias is computed, and of fixed width")
         return rows
 
     def _bind_groups(self, op: Op, ctx: Analysis, labels: Tensor | None, mine: Tensor, geometry: Geometry) -> None:
@@ -266,6 +267,21 @@ class Linear(Affine):
 
     def geometry(self, op: Op) -> Geometry:
         return Geometry(channel=-1, rows=0, groups=1, padded=False)
+
+
+@rule("addmm")
+class Addmm(Affine):
+    """b + x W, the weight transposed: GPT-2's Conv1D. Refuses other factors than 1, and a bias that is no vector."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        plain = op.given["beta"] == 1 and op.given["alpha"] == 1 and len(op.given["self"].shape) == 1
+        if plain and op.param("self") is not None and op.param("mat2") is not None:
+            op.alias = {"input": "mat1", "weight": "mat2", "bias": "self"}
+            op.given = {mine: op.given[theirs] for mine, theirs in op.alias.items()}
+        return super().forward(op, ctx)
+
+    def geometry(self, op: Op) -> Geometry:
+        return Geometry(channel=-1, rows=1, groups=1, padded=False)
 
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input")

@@ -29,6 +29,7 @@ class Op:
     given: dict[str, Any]
     out: Facts = None
     memo: dict[str, Any] = field(default_factory=dict)
+    alias: dict[str, str] = field(default_factory=dict)  # a rule's name for an argument -> the schema's
 
     @property
     def name(self) -> str:
@@ -45,7 +46,7 @@ class Op:
 
     def param(self, argument: str) -> str | None:
         """Name of the parameter or buffer that was passed as it is, without any op in between."""
-        return self.trace.param_of(self.node, argument)
+        return self.trace.param_of(self.node, self.alias.get(argument, argument))
 
     def facts(self) -> Iterator[Fact]:
         yield from flat(list(self.given.values()))

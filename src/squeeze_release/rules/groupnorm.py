@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..facts import Fact, uniform, varying, vector
 from ..labels import Live
-from .base import Facts, Op, Rule, contracted, passed_on, rule
-from .norm import affine_labels, numbers
+from .base import Facts, Op, Rule, blank, contracted, flat, passed_on, rule
+from .norm import BatchNorm, affine_labels, numbers
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
@@ -118,3 +118,13 @@ class InstanceNorm(OverPositions):
         module = ctx.model.get_submodule(op.module)
         if labels is not None and isinstance(module, nn.modules.instancenorm._InstanceNorm):
             plan.sizes[op.module] = {"num_features": int(live[labels].sum())}
+
+
+@rule("_native_batch_norm_legit_no_training")
+class NativeBatchNorm(BatchNorm):
+    """The batch norm that torch.export leaves where it had to make a graph functional: it has its statistics as further
+    outputs, which nobody reads in eval mode."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        op.given["training"] = False
+        return [super().forward(op, ctx), *list(flat(blank(op)))[1:]]

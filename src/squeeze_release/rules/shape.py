@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MOVES = """view.default reshape _unsafe_view flatten.using_ints unflatten.int permute transpose.int t unsqueeze
 squeeze.default squeeze.dim squeeze.dims expand slice.Tensor select.int narrow movedim.int movedim.intlist swapaxes
-swapdims mT expand_as view_as numpy_T repeat tile repeat_interleave.self_int""".split()
+swapdims mT expand_as view_as reshape_as numpy_T repeat tile repeat_interleave.self_int""".split()
 
 
 class Move(Rule):
@@ -83,7 +83,7 @@ def call(op: Op, t: Tensor) -> Any:
     given[next(iter(given))] = t
     if op.name.startswith(("aten.view.", "aten._unsafe_view")):
         return t.reshape(given["size"])
-    if op.name.startswith(("aten.expand_as", "aten.view_as")):
+    if op.name.startswith(("aten.expand_as", "aten.view_as", "aten.reshape_as")):
         return t.expand(given["other"].shape) if "expand" in op.name else t.reshape(given["other"].shape)
     names = list(given)
     return op.node.target(
@@ -227,12 +227,13 @@ class Pad(Rule):
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, out = next(op.facts()), blank(op)
         assert isinstance(out, Fact)
-        moved = {d for d in range(len(x.shape)) if x.shape[d] != out.shape[d]}
-        if any(moved & set(varying(layer)) for layer in x.layers) or any(p < 0 for p in op.given["pad"]):
+        pads = op.given["pad"]  # two for each dimension, the last dimension first; a negative one cuts
+        moved = {len(x.shape) - 1 - i // 2 for i, pad in enumerate(pads) if pad != 0}
+        if any(moved & set(varying(layer)) for layer in x.layers):
             return super().forward(op, ctx)
         layers = tuple(compact(layer).expand(out.shape) for layer in x.layers)
         value = compact(x.value)
-        if op.given.get("mode", "constant") == "constant":
+        if op.given.get("mode", "constant") == "constant" and any(pad > 0 for pad in pads):
             value = torch.where(value == (op.given.get("value") or 0.0), value, torch.nan)
         if any(value.size(d) > 1 for d in moved):
             value = torch.full((1,) * len(x.shape), torch.nan, dtype=torch.float64)
