@@ -108,8 +108,8 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
     for module in model.modules():
         refresh(module)
     for path, sizes in plan.sizes.items():
-        for attribute, value in sizes.items():
-            setattr(model.get_submodule(path), attribute, value)
+        for attribute, size in sizes.items():
+            setattr(model.get_submodule(path), attribute, size)
     for path, (old, new) in plan.rescaled.items():
         _rescale(model.get_submodule(path), old, new)
     for path, attributes in plan.attributes.items():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from .einsum import EinsumAsMatmul
 from .errors import ExportError, InputError, SqueezeError
 from .norms import as_one_op
 from .verify import Call
@@ -117,9 +118,10 @@ def trace(model: nn.Module, call: Call) -> Trace:
 
 @contextmanager
 def traceable(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, norms as single ops, fused attention where a module has the choice; undone after."""
+    """Eval mode, no gradients, norms and einsums as ops with rules, fused attention if one can choose; undone after."""
     with ExitStack() as undo:
         undo.enter_context(torch.no_grad())
+        undo.enter_context(EinsumAsMatmul())
         for module in model.modules():
             undo.callback(setattr, module, "training", module.training)
             if getattr(module, "fused_attn", None) is False:
