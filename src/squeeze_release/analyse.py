@@ -63,6 +63,13 @@ class Analysis:
             dims[dim] = self.labels.fresh(self._tensors[name].size(dim))
         return dims[dim]
 
+    def group_columns(self, name: str, count: int) -> Tensor:
+        """Labels of the columns of a grouped weight, each group's own, the same at every use."""
+        key = ("columns", self._canonical[name])
+        if key not in self._rows:
+            self._rows[key] = self.labels.fresh(count)
+        return self._rows[key]
+
     def pin(self, labels: Tensor, op: Op, text: str) -> None:
         self.pins.append((labels.unique(), op.where, text))
 

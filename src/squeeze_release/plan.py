@@ -56,6 +56,9 @@ class Plan:
     replaced_values: dict[str, Tensor] = field(default_factory=dict)
     indices: dict[str, Tensor] = field(default_factory=dict)  # module -> input channels it gathers
     groups: dict[str, int] = field(default_factory=dict)
+    group_columns: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # grouped weight -> columns that stay, group by group
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> attributes that a rule sets
     norms: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # module -> removed constants, channel dimension
     heads: dict[str, Heads] = field(default_factory=dict)

@@ -129,15 +129,18 @@ class Affine(Rule):
         return rows
 
     def _bind_groups(self, op: Op, ctx: Analysis, labels: Tensor | None, mine: Tensor, geometry: Geometry) -> None:
-        """The same columns leave every group, or whole groups leave on both sides."""
+        """Equally many columns leave every group, any ones, or whole groups leave on both sides."""
         groups = ctx.labels.fresh(geometry.groups)
-        rows = ctx.param_labels(op.param("weight") or "", geometry.rows)
+        name = op.param("weight") or ""
+        rows = ctx.param_labels(name, geometry.rows)
         if labels is None or rows is None or geometry.rows == 1:
             for fixed in (labels, mine, rows):
                 if fixed is not None:
                     ctx.pin(fixed, op, "a grouped convolution on a fixed width")
             return
-        ctx.grid(op, labels.reshape(geometry.groups, -1), outer=groups, inner=mine, ragged=False)
+        ctx.pin(mine, op, "every group has columns of its own")  # which of them go, `absorb` says
+        ctx.labels.merge(labels, ctx.group_columns(name, len(labels)))
+        ctx.grid(op, labels.reshape(geometry.groups, -1), outer=groups)
         ctx.grid(op, rows.reshape(geometry.groups, -1), outer=groups)
 
     def _value(self, op: Op, ctx: Analysis, c: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
@@ -220,8 +223,7 @@ class Affine(Rule):
         if geometry.groups > 1 and ctx.param_labels(name, geometry.columns) is None:
             self._gather(op, ctx, live, plan)
         elif geometry.groups > 1:
-            if op.memo["rows"] is not None and geometry.rows == 0:
-                plan.groups[op.module] = int(live[op.memo["rows"]].reshape(geometry.groups, -1).any(1).sum())
+            self._regroup(op, live, plan)
         elif op.memo["columns"] is not None and op.given["input"].source == "input":
             keep = live[op.memo["columns"]]
             if not bool(keep.all()) and not op.given["input"].along(geometry.channel):
@@ -241,6 +243,17 @@ class Affine(Rule):
         used = gone.any(0)
         delta = (matrix[:, :, used].double().sum(3) * c[:, :, used]).sum(2).reshape(-1)
         plan.fold(op, delta)
+
+    def _regroup(self, op: Op, live: Live, plan: Plan) -> None:
+        """Grouped: how many groups are left, and which columns of each."""
+        rows, columns, geometry = op.memo["rows"], op.memo["columns"], op.memo["geometry"]
+        if rows is None or columns is None or geometry.rows == 1:
+            return
+        plan.groups[op.module] = int(live[rows].reshape(geometry.groups, -1).any(1).sum())
+        alive = live[columns].reshape(geometry.groups, -1)
+        if not bool(alive.all()):
+            # The columns that stay come first; rows of groups that go are cut away, whatever their columns.
+            plan.group_columns[op.memo["weight"]] = torch.argsort(~alive, dim=1, stable=True)[:, : alive.sum(1).max()]
 
     def _gather(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         """Depthwise: which kept input channel does each kept output channel read?"""
