@@ -122,6 +122,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
     with ExitStack() as undo:
         undo.enter_context(torch.no_grad())
         undo.enter_context(EinsumAsMatmul())
+        undo.enter_context(_without_autocast())
         for module in model.modules():
             undo.callback(setattr, module, "training", module.training)
             if getattr(module, "fused_attn", None) is False:
@@ -133,6 +134,18 @@ def traceable(model: nn.Module) -> Iterator[None]:
         undo.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
         yield
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """torch.export hides what a forward does under `torch.autocast` in a graph of its own; channels do not care."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]
+    torch.autocast.__exit__ = lambda self, *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 def _probe(model: nn.Module, call: Call) -> dict[str, ModuleCall]:
