@@ -63,6 +63,13 @@ class Analysis:
             dims[dim] = self.labels.fresh(self._tensors[name].size(dim))
         return dims[dim]
 
+    def group_columns(self, name: str, count: int) -> Tensor:
+        """Labels of the columns of a grouped weight, each group's own, the same at every use."""
+        key = ("columns", self._canonical[name])
+        if key not in self._rows:
+            self._rows[key] = self.labels.fresh(count)
+        return self._rows[key]
+
     def pin(self, labels: Tensor, op: Op, text: str) -> None:
         self.pins.append((labels.unique(), op.where, text))
 
@@ -142,13 +149,21 @@ class Analysis:
             if (
                 len(dims) == 2
                 and dims[0] is not None
-                and all(op.name == "aten.linear.default" for op in self.readers.get(name, []))
+                and all(op.name == "aten.linear.default" and self._scales(op) for op in self.readers.get(name, []))
             ):
                 owned = torch.cat([owned, dims[0]])
         return bool(torch.isin(labels, owned).all())
 
+    @staticmethod
+    def _scales(op: Op) -> bool:
+        """Whether rows can be scaled along with their bias: not if that is computed."""
+        return op.given.get("bias") is None or op.param("bias") is not None
+
     def refuse(self, module: str, text: str) -> bool:
-        """The code of a module did not follow: let less go from it. Step by step: heads only; no heads; nothing."""
+        """The code of a module did not follow: let less go from it. Step by step: heads only; no heads; nothing.
+
+        Where that does not help, the fault is not there but in the code that calls it, and so for all of its class.
+        """
         swapped = {path for path in self.dead if blocks.within(path, module) or blocks.within(module, path)}
         if swapped - self.whole:
             self.whole |= swapped
@@ -164,10 +179,19 @@ class Analysis:
         elif step <= 3:
             self.refused[module] = 3
             self.pins += [(layer.unique(), module, text) for fact in self._around(module) for layer in fact.layers]
+        elif module:
+            return any([self.refuse(path, text) for path in self._callers(module)])
         elif step == 4:
             self.pins.append((torch.arange(len(self.labels.parent)), module, text))
             self.whole |= {path for path, _ in self.model.named_modules()}
         return step <= 4
+
+    def _callers(self, module: str) -> list[str]:
+        """The module whose code calls this one, and all others of its class."""
+        caller = self.model.get_submodule(module := module.rpartition(".")[0])
+        while module and type(caller).__module__ == "torch.nn.modules.container":
+            caller = self.model.get_submodule(module := module.rpartition(".")[0])
+        return [path for path, other in self.model.named_modules() if type(other) is type(caller)] if module else [""]
 
     def _around(self, module: str) -> Iterator[Fact]:
         """What the own code of a module reads and writes, and what comes into it."""

@@ -24,6 +24,7 @@ from .plan import Plan, make_plan
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
 from .rules.elementwise import Combine, Unary
+from .rules.groupnorm import GroupNorm
 from .rules.shape import Move, Pieces
 from .trace import Trace, named_arguments, trace
 from .verify import Call
@@ -37,7 +38,9 @@ class Problem:
     text: str
 
 
-Attribute = tuple[type, str, int]  # class, name, value
+Number = int | tuple[int, ...]
+Attribute = tuple[type, str, Number]  # class, name, value
+Widths = dict[int, list[int]]  # a width -> what became of it, at one place or another
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,8 @@ def fit(ctx: Analysis, calls: list[Call]) -> Fit:
             )
 
 
-def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, int]]]:
-    """Ways to set the int attributes that look like a width which changed, the likeliest first.
+def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, Number]]]:
+    """Ways to set the attributes that look like a width which changed, the likeliest first.
 
     A choice is made once for all modules of a class: this attribute follows the n-th of the widths that had its value.
     """
@@ -84,7 +87,7 @@ def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, int]]]:
     ranges = [range(max(len(values) for values in places.values())) for places in wishes.values()]
     every = itertools.islice(itertools.product(*ranges), 4096)
     for picked in sorted(every, key=sum)[:_MOST_CHOICES]:
-        result: dict[str, dict[str, int]] = {}
+        result: dict[str, dict[str, Number]] = {}
         for (_, attribute, old), places, index in zip(wishes, wishes.values(), picked, strict=True):
             for path, values in places.items():
                 value = values[min(index, len(values) - 1)]
@@ -93,25 +96,44 @@ def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, int]]]:
         yield result
 
 
-def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[int]]]:
-    """For every int attribute with the value of a width that changed: what it may become, module by module."""
-    seen: dict[str, dict[int, list[int]]] = {}
+def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[Number]]]:
+    """For every attribute with the value of a width that changed: what it may become, module by module."""
+    made: dict[str, Widths] = {}
+    read: dict[str, Widths] = {}
     for op in ctx.ops:
         if isinstance(rule_of(op), (Move, Pieces)) and not inside(op.module, ctx.dead):
-            for fact in op.outputs():
-                for old, new in zip(fact.shape, widths(fact, live), strict=True):
-                    seen.setdefault(op.module, {}).setdefault(old, []).append(new)
-    wishes: dict[Attribute, dict[str, list[int]]] = {}
-    for path, changed in seen.items():
+            for seen, facts in ((made, op.outputs()), (read, op.facts())):
+                for fact in facts:
+                    for old, new in zip(fact.shape, widths(fact, live), strict=True):
+                        seen.setdefault(op.module, {}).setdefault(old, []).append(new)
+    wishes: dict[Attribute, dict[str, list[Number]]] = {}
+    for path in made:
         module = ctx.model.get_submodule(path)
         if type(module).__module__.startswith("torch.nn."):
             continue
         for attribute, value in vars(module).items():
-            known = changed.get(value, ()) if type(value) is int else ()
-            widths_now = [width for width in dict.fromkeys(known) if width != value]
-            if widths_now:  # the changed value first: an attribute that has the value of a width mostly is that width
-                wishes.setdefault((type(module), attribute, value), {})[path] = [*widths_now, value]
+            options = _options(value, made[path], read[path])
+            if len(options) > 1:
+                wishes.setdefault((type(module), attribute, value), {})[path] = options
     return wishes
+
+
+def _options(value: Any, made: Widths, read: Widths) -> list[Number]:
+    """What a number may become, the likeliest first.
+
+    One that has the value of a width that the module's code lays out mostly is that width. One that has the value of a
+    width that it takes apart (`dim - partial_dim`), or that is a shape, is tried only if nothing else will do.
+    """
+    if isinstance(value, tuple) and all(type(v) is int for v in value):
+        shape = tuple(made.get(v, [v])[0] for v in value)
+        return [value, shape] if shape != value else [value]
+    if type(value) is not int:
+        return []
+    now, taken = (list(dict.fromkeys(seen.get(value, ()))) for seen in (made, read))
+    changed = [width for width in now if width != value]
+    if changed:
+        return [*changed, value]
+    return [value, *[width for width in taken if width != value]]
 
 
 def check(ctx: Analysis, live: Live, plan: Plan, model: nn.Module, calls: list[Call]) -> Problem | list[Trace]:
@@ -149,6 +171,8 @@ def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> P
             return Problem(place, f"its code fixes a width: {_short(was)} gives {have} where {want} was planned")
         if _start(was) is not None and _start(now) != _moved_start(by_node[was], live):
             return Problem(place, f"its code fixes where a slice begins: {_short(was)}")
+        if isinstance(rule := rule_of(by_node[was]), GroupNorm) and now.args[1] != rule.groups_left(by_node[was], live):
+            return Problem(place, f"its code fixes a number of groups: {_short(was)}")
         if _numbers(was, old) != _numbers(now, new, plan.rescaled.get(place)):
             return Problem(place, f"a number in its code depends on a width: {_short(was)}")
     if _shapes(old.nodes[-1]) != _shapes(new.nodes[-1]):
@@ -214,7 +238,7 @@ def _numbers(node: fx.Node, trace: Trace, rescaled: tuple[float, float] | None =
 
 def _start(node: fx.Node) -> int | None:
     """Where a slice, narrow or select begins."""
-    if not _short(node).startswith(("aten.slice.", "aten.select.", "aten.narrow")):
+    if not _short(node).startswith(("aten.slice.", "aten.slice_scatter", "aten.select.", "aten.narrow")):
         return None
     given = named_arguments(node)
     size = node.args[0].meta["val"].shape[given["dim"]]  # type: ignore[union-attr]

@@ -68,10 +68,12 @@ class Plan:
     replaced_values: dict[str, Tensor] = field(default_factory=dict)
     indices: dict[str, Tensor] = field(default_factory=dict)  # module -> input channels it gathers
     groups: dict[str, int] = field(default_factory=dict)
+    group_columns: dict[str, Tensor] = field(default_factory=dict)  # grouped weight -> columns that stay, by group
+    sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> attributes that a rule sets
     norms: dict[str, tuple[Norm, Tensor]] = field(default_factory=dict)  # module -> the constants that it loses
     heads: dict[str, Heads] = field(default_factory=dict)
     rescaled: dict[str, tuple[float, float]] = field(default_factory=dict)  # module -> float attribute, old and new
-    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    attributes: dict[str, dict[str, int | tuple[int, ...]]] = field(default_factory=dict)
     dead: dict[str, Replacement] = field(default_factory=dict)
 
     @property

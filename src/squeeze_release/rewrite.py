@@ -69,12 +69,20 @@ def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
         tensors[name] = _carry(tensors[name], carry)
     for name, values in plan.replaced_values.items():
         tensors[name] = values
+    for name, columns in plan.group_columns.items():
+        tensors[name] = _columns_of_groups(tensors[name], columns)
     for name, dims in plan.slices.items():
         new = tensors[name]
         for dim, index in dims.items():
             new = new.index_select(dim, index.to(new.device))
         tensors[name] = new
     return _refit(model, plan)
+
+
+def _columns_of_groups(weight: Tensor, columns: Tensor) -> Tensor:
+    """The columns of a grouped weight that each of its groups keeps."""
+    rows = weight.unflatten(0, (len(columns), -1)).unbind(0)
+    return torch.cat([row.index_select(1, kept.to(weight.device)) for row, kept in zip(rows, columns, strict=True)])
 
 
 def _make_constant(tensors: Tensors, rows: ConstantRows, plan: Plan) -> None:
@@ -123,6 +131,9 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
         model.get_submodule(path).groups = groups  # type: ignore[assignment]
     for module in model.modules():
         refresh(module)
+    for path, sizes in plan.sizes.items():
+        for attribute, size in sizes.items():
+            setattr(model.get_submodule(path), attribute, size)
     for path, (old, new) in plan.rescaled.items():
         _rescale(model.get_submodule(path), old, new)
     for path, attributes in plan.attributes.items():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from . import bookkeeping
 from .analyse import RULE_SETS, analyse
 from .errors import InputError
 from .follow import fit
@@ -66,7 +67,7 @@ def squeeze(
 
     calls = as_calls(example_inputs, kwargs)
     small, plans = masked, []
-    traces = [trace(small, call) for call in calls]  # 1. trace
+    first = traces = [trace(small, call) for call in calls]  # 1. trace
     while True:
         facts = analyse(small, traces, rules, keep)  # 2. constants, forward
         facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
@@ -76,6 +77,8 @@ def squeeze(
         # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
         small, traces = fitted.model, fitted.traces
         plans.append(fitted.plan)
+    if plans:
+        bookkeeping.update(small, first, traces, calls)
     proof = None
     if verify:  # 6. old against new
         exact = functools.reduce(rewrite, plans, copy_model(masked).double())

@@ -4,7 +4,7 @@ A rule is three small functions: `forward` says what is known of the output, `ne
 need, `absorb` how the parameters change when channels go. Its docstring states its algebra.
 """
 
-from . import affine, attention, carriers, elementwise, index, norm, pool, shape
+from . import affine, attention, carriers, create, elementwise, groupnorm, index, norm, pool, shape, window
 from .base import RULES, UNKNOWN, Op, Rule, flat, rule
 
 __all__ = [
@@ -15,11 +15,14 @@ __all__ = [
     "affine",
     "attention",
     "carriers",
+    "create",
     "elementwise",
     "flat",
+    "groupnorm",
     "index",
     "norm",
     "pool",
     "rule",
     "shape",
+    "window",
 ]

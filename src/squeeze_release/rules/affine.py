@@ -121,23 +121,27 @@ class Affine(Rule):
             mine = ctx.param_labels(bias, 0)
             if mine is not None:
                 ctx.labels.merge(rows, mine)
-        elif isinstance(op.given.get("bias"), Fact):
-            for layer in op.given["bias"].layers:
-                ctx.pin(layer, op, "a bias that is computed, not stored")
-            if rows is not None:
-                ctx.pin(rows, op, "its bias is computed, not stored")
+        elif isinstance(op.given.get("bias"), Fact) and rows is not None:  # put together from pieces, as BEiT's is
+            mine = contracted(op, ctx, op.given["bias"], 0)
+            if mine is not None and geometry.groups == 1:
+                ctx.labels.merge(rows, mine)
+            else:
+                ctx.pin(rows, op, "its bias is computed, and of fixed width")
         return rows
 
     def _bind_groups(self, op: Op, ctx: Analysis, labels: Tensor | None, mine: Tensor, geometry: Geometry) -> None:
-        """The same columns leave every group, or whole groups leave on both sides."""
+        """Equally many columns leave every group, any ones, or whole groups leave on both sides."""
         groups = ctx.labels.fresh(geometry.groups)
-        rows = ctx.param_labels(op.param("weight") or "", geometry.rows)
+        name = op.param("weight") or ""
+        rows = ctx.param_labels(name, geometry.rows)
         if labels is None or rows is None or geometry.rows == 1:
             for fixed in (labels, mine, rows):
                 if fixed is not None:
                     ctx.pin(fixed, op, "a grouped convolution on a fixed width")
             return
-        ctx.grid(op, labels.reshape(geometry.groups, -1), outer=groups, inner=mine, ragged=False)
+        ctx.pin(mine, op, "every group has columns of its own")  # which of them go, `absorb` says
+        ctx.labels.merge(labels, ctx.group_columns(name, len(labels)))
+        ctx.grid(op, labels.reshape(geometry.groups, -1), outer=groups)
         ctx.grid(op, rows.reshape(geometry.groups, -1), outer=groups)
 
     def _value(self, op: Op, ctx: Analysis, c: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
@@ -252,8 +256,7 @@ class Affine(Rule):
         if self._depthwise(op, ctx):
             self._gather(op, ctx, live, plan)
         elif geometry.groups > 1:
-            if op.memo["rows"] is not None and geometry.rows == 0:
-                plan.groups[op.module] = int(live[op.memo["rows"]].reshape(geometry.groups, -1).any(1).sum())
+            self._regroup(op, live, plan)
         elif op.memo["columns"] is not None and op.given["input"].source == "input":
             keep = live[op.memo["columns"]]
             if not bool(keep.all()) and not op.given["input"].along(geometry.channel):
@@ -281,6 +284,17 @@ class Affine(Rule):
         offset = offset.reshape(len(matrix), 1, -1)
         used = (offset != 0).any(0).flatten()
         plan.fold(op, (matrix[:, :, used].double().sum(3) * offset[:, :, used]).sum(2).reshape(-1))
+
+    def _regroup(self, op: Op, live: Live, plan: Plan) -> None:
+        """Grouped: how many groups are left, and which columns of each."""
+        rows, columns, geometry = op.memo["rows"], op.memo["columns"], op.memo["geometry"]
+        if rows is None or columns is None or geometry.rows == 1:
+            return
+        plan.groups[op.module] = int(live[rows].reshape(geometry.groups, -1).any(1).sum())
+        alive = live[columns].reshape(geometry.groups, -1)
+        if not bool(alive.all()):
+            # The columns that stay come first; rows of groups that go are cut away, whatever their columns.
+            plan.group_columns[op.memo["weight"]] = torch.argsort(~alive, dim=1, stable=True)[:, : alive.sum(1).max()]
 
     def _gather(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         """Depthwise: which kept input channel does each kept output channel read?"""
@@ -313,6 +327,21 @@ class Linear(Affine):
 
     def geometry(self, op: Op) -> Geometry:
         return Geometry(channel=-1, rows=0, groups=1, padded=False)
+
+
+@rule("addmm")
+class Addmm(Affine):
+    """b + x W, the weight transposed: GPT-2's Conv1D. Refuses other factors than 1, and a bias that is no vector."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        plain = op.given["beta"] == 1 and op.given["alpha"] == 1 and len(op.given["self"].shape) == 1
+        if plain and op.param("self") is not None and op.param("mat2") is not None:
+            op.alias = {"input": "mat1", "weight": "mat2", "bias": "self"}
+            op.given = {mine: op.given[theirs] for mine, theirs in op.alias.items()}
+        return super().forward(op, ctx)
+
+    def geometry(self, op: Op) -> Geometry:
+        return Geometry(channel=-1, rows=1, groups=1, padded=False)
 
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input")

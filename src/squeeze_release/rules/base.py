@@ -30,6 +30,7 @@ class Op:
     given: dict[str, Any]
     out: Facts = None
     memo: dict[str, Any] = field(default_factory=dict)
+    alias: dict[str, str] = field(default_factory=dict)  # a rule's name for an argument -> the schema's
 
     @property
     def name(self) -> str:
@@ -46,7 +47,7 @@ class Op:
 
     def param(self, argument: str) -> str | None:
         """Name of the parameter or buffer that was passed as it is, without any op in between."""
-        return self.trace.param_of(self.node, argument)
+        return self.trace.param_of(self.node, self.alias.get(argument, argument))
 
     def facts(self) -> Iterator[Fact]:
         yield from flat(list(self.given.values()))

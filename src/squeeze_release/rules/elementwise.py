@@ -29,9 +29,10 @@ div.Tensor_mode pow.Tensor_Tensor maximum minimum lerp addcmul addcdiv prelu ata
 true_divide.Tensor multiply.Tensor subtract.Tensor divide.Tensor""".split()
 
 # Combined by place like the others, but their numbers are not followed.
-OPAQUE = """where.self masked_fill masked_fill_ eq ne lt le gt ge logical_and logical_or logical_not bitwise_and.Tensor
+OPAQUE = """where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill masked_fill_
+eq ne lt le gt ge logical_and logical_or logical_not bitwise_and.Tensor
 bitwise_or.Tensor bitwise_not zeros_like ones_like full_like empty_like bernoulli floor_divide isnan isinf isfinite
-erfinv""".split()
+erfinv zero copy fill.Scalar fill.Tensor __and__ __or__ __xor__ bitwise_xor.Tensor logical_xor pow.Scalar""".split()
 
 
 def numbers(argument: Any) -> Any:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..facts import Fact, compact, vector
+from ..facts import Fact, compact, varying, vector
 from ..labels import Live
-from .base import Facts, Op, Rule, blank, contracted, passed_on, rule
+from .base import Facts, Op, Rule, blank, contracted, flat, passed_on, rule
+from .elementwise import combine_layers
+from .pool import keep_uniform
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
@@ -70,3 +72,60 @@ class IndexSelect(Rule):
         if labels is not None and not bool(live[labels].all()):
             position = live[labels].long().cumsum(0) - 1
             plan.values(op.memo["name"], position[op.memo["index"]].clamp(min=0))
+
+
+@rule("index.Tensor")
+class Index(Rule):
+    """y[i, k] = x[index[i], k]: positions are looked up, channels pass (relative position tables, the last token).
+
+    Constant: what is the same at every place that may be looked up. Channels along a dimension that is looked up stay,
+    and so does whatever the index is made of.
+    """
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        x, indices, out = op.given["self"], op.given["indices"], blank(op)
+        dims = [d for d, index in enumerate(indices) if index is not None]
+        if not isinstance(out, Fact) or any(not isinstance(indices[d], Fact) for d in dims) or _masks(op):
+            return super().forward(op, ctx)
+        for fact in flat(indices):
+            for layer in fact.layers:
+                ctx.pin(layer, op, "an index")
+        for layer in x.layers:
+            if set(varying(layer)) & set(dims):
+                ctx.pin(layer, op, "channels are picked by an index")
+
+        def moved(t: Tensor) -> Tensor:
+            """From size 1 along the dimensions that are looked up to the places where the index puts its own."""
+            rest = [d for d in range(t.dim()) if d not in dims]
+            adjacent = dims == list(range(dims[0], dims[-1] + 1))
+            first = dims[0] if adjacent else 0
+            sizes = [t.size(d) for d in rest]
+            own = [1] * (len(out.shape) - len(rest))
+            return t.reshape(sizes[:first] + own + sizes[first:]).expand(out.shape)
+
+        layers = [moved(compact(layer)) for layer in passed_on(x, tuple(dims))]
+        return Fact(out.shape, tuple(layers), moved(keep_uniform(x.value, tuple(dims))))
+
+
+def _masks(op: Op) -> bool:
+    """Whether something is picked by a mask, whose dimensions are not those of its result."""
+    return any(index is not None and index.meta["val"].dtype == torch.bool for index in op.node.args[1])  # type: ignore
+
+
+@rule("slice_scatter")
+class SliceScatter(Rule):
+    """x[a:b] = y, once torch.export has made it functional: x with a slice replaced. Labels that meet are merged.
+
+    Constant: nothing is known of the result. Only slices over channels or over positions of two plain tensors: where y
+    has a fixed width, what it replaces stays.
+    """
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        x, src, out = op.given["self"], op.given["src"], blank(op)
+        dim = op.given["dim"] % len(x.shape)
+        start, stop, _ = slice(op.given["start"], op.given["end"]).indices(x.shape[dim])
+        if not isinstance(out, Fact) or op.given["step"] != 1 or stop - start != src.shape[dim]:
+            return super().forward(op, ctx)
+        part = Fact(src.shape, tuple(layer.narrow(dim, start, stop - start) for layer in x.layers), src.value)
+        combine_layers(op, ctx, [part, src], src.shape)
+        return Fact(out.shape, x.layers, out.value)

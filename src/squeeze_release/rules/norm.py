@@ -183,10 +183,3 @@ class InlineRMSNorm(Rule):
     """An RMS norm that is called as a function cannot be swapped for a compensated one."""
 
     reason = "rms_norm called as a function inside a larger forward; make it an nn.RMSNorm to let channels go"
-
-
-@rule("group_norm", "instance_norm")
-class KeptNorm(Rule):
-    """Norms over groups of channels keep their widths."""
-
-    reason = "this norm keeps its width"

@@ -104,7 +104,11 @@ class Pool(Rule):
     "_softmax",
 )
 class Reduce(Rule):
-    """Over positions, channels pass. Over channels, all of them are needed. The mean of a constant is that constant."""
+    """Over positions, channels pass. Over channels, all of them are needed. The mean of a constant is that constant.
+
+    Where channels spread over several dimensions and only some of those are summed over (split attention over its
+    radix, the mean of each group of channels), those that enter one sum go together.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, outs = next(op.facts()), blank(op)
@@ -115,12 +119,11 @@ class Reduce(Rule):
             if given is None or given == []
             else tuple(d % rank for d in (given if isinstance(given, (list, tuple)) else [given]))
         )
-        for layer in x.layers:
-            if set(varying(layer)) & set(dims):
-                ctx.pin(layer, op, "a reduction over channels needs all of them")
         if not isinstance(outs, Fact):
             return self._blank_with_pins(op, ctx, x)
-        kept = [compact(layer) for layer in passed_on(x, dims)]
+        layers = [bind_along(op, ctx, layer, dims) for layer in x.layers]
+        same = outs.shape == x.shape  # a softmax or a running sum
+        kept = [compact(x.layers[i] if same else layer) for i, layer in enumerate(layers) if layer is not None]
         value = keep_uniform(x.value, dims)
         if not op.name.startswith(("aten.mean", "aten.amax", "aten.amin")):
             value = torch.full_like(value, torch.nan)
@@ -137,3 +140,19 @@ class Reduce(Rule):
         for layer in x.layers:
             ctx.pin(layer, op, "a reduction with several outputs")
         return blank(op)
+
+
+def bind_along(op: Op, ctx: Analysis, layer: Tensor, dims: tuple[int, ...]) -> Tensor | None:
+    """Let channels go together that differ along `dims` only; the labels of what is left without these dimensions."""
+    summed = [d for d in varying(layer) if d in dims]
+    if not summed:
+        return layer
+    first = layer
+    for d in summed:
+        first = first.narrow(d, 0, 1)
+    first = first.expand(layer.shape)
+    if not varying(first):
+        ctx.pin(layer, op, "a reduction over channels needs all of them")
+        return None
+    ctx.labels.merge(*torch.broadcast_tensors(compact(first), compact(layer)))
+    return first

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MOVES = """view.default reshape _unsafe_view flatten.using_ints unflatten.int permute transpose.int t unsqueeze
 squeeze.default squeeze.dim squeeze.dims expand slice.Tensor select.int narrow movedim.int movedim.intlist swapaxes
-swapdims mT expand_as view_as numpy_T repeat tile repeat_interleave.self_int""".split()
+swapdims mT expand_as view_as reshape_as numpy_T repeat tile repeat_interleave.self_int""".split()
 
 
 class Move(Rule):
@@ -83,7 +83,7 @@ def call(op: Op, t: Tensor) -> Any:
     given[next(iter(given))] = t
     if op.name.startswith(("aten.view.", "aten._unsafe_view")):
         return t.reshape(given["size"])
-    if op.name.startswith(("aten.expand_as", "aten.view_as")):
+    if op.name.startswith(("aten.expand_as", "aten.view_as", "aten.reshape_as")):
         return t.expand(given["other"].shape) if "expand" in op.name else t.reshape(given["other"].shape)
     names = list(given)
     return op.node.target(
@@ -130,11 +130,12 @@ class Cat(Rule):
     """Along the dimension of the concat, labels stand side by side; along the others they meet and are merged."""
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
-        facts = list(op.facts())
         out = blank(op)
         assert isinstance(out, Fact)
-        dim = op.given.get("dim", 0) % len(out.shape)
-        facts = [fact for fact in facts if fact.shape != (0,)]
+        facts = [fact for fact in op.facts() if fact.shape != (0,)]
+        return self.join(op, ctx, facts, op.given.get("dim", 0) % len(out.shape), out)
+
+    def join(self, op: Op, ctx: Analysis, facts: list[Fact], dim: int, out: Fact) -> Fact:
         across = [
             Fact(
                 self._one(fact.shape, dim),
@@ -223,21 +224,42 @@ class Turn(Rule):
 
 @rule("pad", "constant_pad_nd")
 class Pad(Rule):
-    """Zero padding keeps only the constant it pads with; reflect, replicate and circular padding keep any."""
+    """Zero padding keeps only the constant it pads with; reflect, replicate and circular padding keep any.
+
+    Channels that are padded (the shortcut of a ResNet for CIFAR) stand beside constants of fixed width.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, out = next(op.facts()), blank(op)
         assert isinstance(out, Fact)
-        moved = {d for d in range(len(x.shape)) if x.shape[d] != out.shape[d]}
-        if any(moved & set(varying(layer)) for layer in x.layers) or any(p < 0 for p in op.given["pad"]):
-            return super().forward(op, ctx)
+        pads = op.given["pad"]  # two for each dimension, the last dimension first; a negative one cuts
+        moved = {len(x.shape) - 1 - i // 2 for i, pad in enumerate(pads) if pad != 0}
+        constant = op.given.get("mode", "constant") == "constant"
+        if any(moved & set(varying(layer)) for layer in x.layers):
+            return self._beside(op, ctx, x, out, moved) if constant else super().forward(op, ctx)
         layers = tuple(compact(layer).expand(out.shape) for layer in x.layers)
         value, span = keep_uniform(x.value, tuple(moved)), None
-        if op.given.get("mode", "constant") == "constant":
+        if constant and any(pad > 0 for pad in pads):
             filled = op.given.get("value") or 0.0
             span = None if filled else scaled_one(value.expand(out.shape), layers)
             value = torch.where(value == filled, value, torch.nan)
         return Fact(out.shape, layers, value.expand(out.shape), span=span)
+
+    def _beside(self, op: Op, ctx: Analysis, x: Fact, out: Fact, moved: set[int]) -> Facts:
+        """Padded along channels and nothing else: a concat with pieces that hold one number."""
+        (dim, *others), rank = sorted(moved), len(x.shape)
+        counts = op.given["pad"][2 * (rank - 1 - dim) :][:2]
+        if others or min(counts) < 0:
+            return super().forward(op, ctx)
+        number = torch.full((1,) * rank, float(op.given.get("value") or 0.0), dtype=torch.float64)
+        shapes = [tuple(count if d == dim else s for d, s in enumerate(x.shape)) for count in counts]
+        before, after = (Fact(shape, self._stand_in(x, dim, shape), number.expand(shape)) for shape in shapes)
+        return Cat().join(op, ctx, [fact for fact in (before, x, after) if fact.shape[dim]], dim, out)
+
+    @staticmethod
+    def _stand_in(x: Fact, dim: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Along the other dimensions the pads are as wide as what they pad."""
+        return tuple(compact(layer).expand(shape) for layer in x.layers if dim not in varying(layer))
 
 
 def register(op: Op, ctx: Analysis, layer: Tensor, *, reordered: bool = False) -> None:
