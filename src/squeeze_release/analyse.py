@@ -79,7 +79,14 @@ class Analysis:
             self.pin(labels, op, text)
 
     def grid(
-        self, op: Op, table: Tensor, *, outer: Tensor | None = None, inner: Tensor | None = None, ragged: bool = True
+        self,
+        op: Op,
+        table: Tensor,
+        *,
+        outer: Tensor | None = None,
+        inner: Tensor | None = None,
+        ragged: bool = True,
+        rigid: bool = False,
     ) -> Tensor:
         """Keep the rows of a table equally long; returns the labels that stand for its rows."""
         key = _key(table)
@@ -87,10 +94,10 @@ class Analysis:
             if key not in self._rows:
                 self._rows[key] = self.labels.fresh(len(table))
             outer = self._rows[key]
-        known = (op.module, ragged, key, _key(outer), _key(inner))
+        known = (op.module, ragged, rigid, key, _key(outer), _key(inner))
         if known not in self._laid_out:
             self._laid_out.add(known)
-            rigid = ragged and "head_dims" not in self.options
+            rigid = rigid or (ragged and "head_dims" not in self.options)
             self.grids.append(Grid(table, op.where, outer, inner, ragged, rigid, op.module))
         return outer
 
