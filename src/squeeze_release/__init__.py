@@ -2,6 +2,7 @@
 
 from .errors import ExportError, InputError, MaskError, ModelError, SqueezeError, VerificationError, WeightError
 from .modules import CompensatedLayerNorm
+from .register import register_attention
 from .report import Report
 from .squeeze import Squeezed, squeeze
 
@@ -18,5 +19,6 @@ __all__ = [
     "Squeezed",
     "VerificationError",
     "WeightError",
+    "register_attention",
     "squeeze",
 ]

@@ -186,6 +186,14 @@ class Attention(Contraction):
             op.memo["can_scale"] = bool(rows) and _only_reader(op, ctx, compact(rows[0]).unique())
         return bool(op.memo["can_scale"])
 
+    def repeats(self, op: Op, live: Live) -> list[tuple[int, int]]:
+        """How many query heads read each key head, before and after."""
+        heads, sources = op.memo.get("heads"), op.memo.get("sources")
+        if heads is None or not sources:
+            return []
+        groups = int(live[sources[0]].any(1).sum())
+        return [(len(heads) // len(sources[0]), int(live[heads].sum()) // max(groups, 1))]
+
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         qk, values = op.memo.get("qk"), op.memo.get("values")
         if qk is None or values is None or op not in ctx.wanted:

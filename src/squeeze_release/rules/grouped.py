@@ -42,6 +42,7 @@ def copied(op: Op, ctx: Analysis, source: Tensor, times: int, copies: Tensor | N
     one: as many of them stay.
     """
     groups, width = source.shape
+    op.memo.setdefault("sources", []).append(source)
     table = ctx.labels.fresh(groups * times * width).reshape(groups, times, width)
     heads = ctx.grid(op, table.reshape(-1, width)).reshape(groups, times)
     rows = ctx.grid(op, source)
