@@ -2,6 +2,7 @@
 
 from .errors import ExportError, InputError, MaskError, ModelError, SqueezeError, VerificationError, WeightError
 from .modules import CompensatedLayerNorm, CompensatedRMSNorm
+from .register import register_attention
 from .report import Report
 from .squeeze import Squeezed, squeeze
 
@@ -19,5 +20,6 @@ __all__ = [
     "Squeezed",
     "VerificationError",
     "WeightError",
+    "register_attention",
     "squeeze",
 ]

@@ -21,15 +21,18 @@ from .facts import Fact
 from .labels import Live
 from .masks import copy_model
 from .plan import Plan, make_plan
+from .register import named_attributes, registered
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
-from .rules.elementwise import Combine, Unary
+from .rules.attention import Attention
+from .rules.elementwise import Combine, Identity, Unary
 from .rules.groupnorm import GroupNorm
 from .rules.shape import Move, Pieces
 from .trace import Trace, named_arguments, trace
 from .verify import Call
 
 _MOST_CHOICES = 16
+_WORDS = {"idx", "index", "id", "layer", "layers", "depth", "block", "stage", "step", "seed"}
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,36 @@ def fit(ctx: Analysis, calls: list[Call]) -> Fit:
                 return Fit(plan, live, model, found)
             problem = problem or found
         assert problem is not None
-        if not ctx.refuse(problem.module, problem.text):
+        alike = _alike(ctx, live, problem.module)
+        refused = ctx.refuse(problem.module, problem.text)
+        for path in alike:
+            ctx.refuse(path, problem.text)
+        if not refused:
             raise ExportError(
                 f"the code of the model does not follow its own widths: {problem.text}",
                 where=problem.module or "the model",
                 consequence="nothing was changed",
                 remedy="name the module in keep=, and report this model",
             )
+
+
+def _alike(ctx: Analysis, live: Live, module: str) -> list[str]:
+    """Other modules of the same class whose heads shrink in the same way: the same code will not follow there either."""
+    if ctx.refused.get(module, 0) > 1:
+        return []
+    sizes: dict[str, list[tuple[int, ...]]] = {}
+    for grid in ctx.grids:
+        alive = live[grid.labels]
+        sizes.setdefault(grid.module, []).append((*alive.shape, int(alive.any(1).sum()), int(alive.sum(1).max())))
+    mine, kind = sizes.get(module), type(ctx.model.get_submodule(module))
+    if mine is None or all(size[:2] == size[2:] for size in mine):
+        return []
+    return [
+        path
+        for path, size in sizes.items()
+        if path != module and size == mine and type(ctx.model.get_submodule(path)) is kind
+        if ctx.refused.get(path) == ctx.refused.get(module)
+    ]
 
 
 def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, Number]]]:
@@ -87,7 +113,7 @@ def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, Number]]]
     ranges = [range(max(len(values) for values in places.values())) for places in wishes.values()]
     every = itertools.islice(itertools.product(*ranges), 4096)
     for picked in sorted(every, key=sum)[:_MOST_CHOICES]:
-        result: dict[str, dict[str, Number]] = {}
+        result: dict[str, dict[str, Number]] = {path: {**named} for path, named in named_attributes(ctx, live).items()}
         for (_, attribute, old), places, index in zip(wishes, wishes.values(), picked, strict=True):
             for path, values in places.items():
                 value = values[min(index, len(values) - 1)]
@@ -106,13 +132,23 @@ def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[Number]
                 for fact in facts:
                     for old, new in zip(fact.shape, widths(fact, live), strict=True):
                         seen.setdefault(op.module, {}).setdefault(old, []).append(new)
+        if isinstance(rule_of(op), Attention):  # other paths of the same code repeat each key head so often
+            for old, new in rule_of(op).repeats(op, live):
+                made.setdefault(op.module, {}).setdefault(old, []).append(new)
+                read.setdefault(op.module, {})
     wishes: dict[Attribute, dict[str, list[Number]]] = {}
     for path in made:
         module = ctx.model.get_submodule(path)
         if type(module).__module__.startswith("torch.nn."):
             continue
+        if registered(module) is not None:
+            continue
         for attribute, value in vars(module).items():
             options = _options(value, made[path], read[path])
+            if _WORDS & set(
+                attribute.split("_")
+            ):  # `layer_idx` is no width: another value only if nothing else will do
+                options.sort(key=lambda option: option != value)
             if len(options) > 1:
                 wishes.setdefault((type(module), attribute, value), {})[path] = options
     return wishes
@@ -159,6 +195,9 @@ def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> P
     facts = {op.node: op.out for op in ctx.ops}
     before = [node for node in _plain(old, plan) if not _cuts_nothing(by_node.get(node), live)]
     after = [node for node in _plain(new, plan) if not _is_whole(node)]
+    if len(after) < len(before):
+        idle = _copies_once(by_node, live)
+        before = [node for node in before if node not in idle]
     for was, now in itertools.zip_longest(before, after):
         place = old.module_of(was) if was is not None else new.module_of(now)
         if was is None or now is None or was.target != now.target:
@@ -185,6 +224,36 @@ def _cuts_nothing(op: Op | None, live: Live) -> bool:
     if op is None or not op.name.startswith(("aten.slice.", "aten.alias.")) or not isinstance(op.out, Fact):
         return False
     return widths(op.out, live) == widths(next(op.facts()), live)
+
+
+def _copies_once(by_node: dict[fx.Node, Op], live: Live) -> set[fx.Node]:
+    """Ops that lay copies of heads side by side, where one copy is left: code may well leave them out then."""
+    idle: set[fx.Node] = set()
+    for node, op in by_node.items():
+        copies = op.memo.get("copies")
+        if not copies or any(int(live[labels].sum()) != 1 for labels in copies):
+            continue
+        chain = [node]
+        while isinstance(first := chain[0].args[0], fx.Node) and _unsqueezes(first) and len(first.users) == 1:
+            chain.insert(0, first)
+        source = by_node.get(chain[0].args[0])  # type: ignore[arg-type]
+        want = widths(source.out, live) if source is not None and isinstance(source.out, Fact) else None
+        while (last := by_node[chain[-1]].out) is not None and len(chain[-1].users) == 1:
+            if isinstance(last, Fact) and widths(last, live) == want:
+                idle |= set(chain)
+                break
+            (user,) = chain[-1].users
+            if user not in by_node or not isinstance(rule_of(by_node[user]), (Move, Identity)):
+                break
+            chain.append(user)
+        else:
+            if isinstance(last, Fact) and widths(last, live) == want:
+                idle |= set(chain)
+    return idle
+
+
+def _unsqueezes(node: fx.Node) -> bool:
+    return str(node.target).startswith(("aten.unsqueeze.", "aten.slice.", "aten.alias."))
 
 
 def _is_whole(node: fx.Node) -> bool:

@@ -64,6 +64,7 @@ class Live:
         self.why = torch.full((len(self.root),), -1)
         self.reasons: list[Reason] = []
         self.grown = False
+        self._sizes = torch.bincount(self.root, minlength=len(self.root))
         self.row_of = torch.full((len(self.root),), -1)  # label -> the label that stands for its row in the finest grid
 
     def reluctance(self, labels: Tensor) -> Tensor:
@@ -73,6 +74,10 @@ class Live:
         # The n-th dead label of its row costs n, so that rows are filled evenly; a row that is gone costs most.
         rank = torch.stack([_rank(r, dead) for r, dead in zip(row, ~self[labels], strict=True)])
         return rank + gone * labels.size(1)
+
+    def members(self, labels: Tensor) -> Tensor:
+        """How many labels each one's class has."""
+        return self._sizes[self.root[labels]]
 
     def __getitem__(self, labels: Tensor) -> Tensor:
         return self.mask[self.root[labels]]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..facts import Fact, compact, unknown, varying
 from .base import Facts, Op, Rule, blank, rule
+from .grouped import whole_rows
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
@@ -137,11 +138,9 @@ def combine_layers(op: Op, ctx: Analysis, facts: list[Fact], shape: tuple[int, .
     """Merge the layers of operands that are broadcast together."""
     aligned = [_align(fact, shape) for fact in facts]
     fixed = _fixed_dims(facts, aligned, shape)
-    for layers in aligned:
-        for layer in layers:
-            if fixed & set(varying(layer)):
-                ctx.pin(layer, op, "meets a tensor of fixed width")
-    aligned = [[layer for layer in layers if not fixed & set(varying(layer))] for layers in aligned]
+    aligned = [
+        [free for layer in layers if (free := _unfixed(op, ctx, layer, fixed)) is not None] for layers in aligned
+    ]
     _pin_streams(op, ctx, facts, aligned)
     result: list[Tensor] = []
     for layers in aligned:
@@ -164,6 +163,14 @@ def _fixed_dims(facts: list[Fact], aligned: list[list[Tensor]], shape: tuple[int
         padded = (1,) * (len(shape) - len(fact.shape)) + fact.shape
         fixed |= {d for d in range(len(shape)) if padded[d] > 1} - {d for layer in layers for d in varying(layer)}
     return fixed
+
+
+def _unfixed(op: Op, ctx: Analysis, layer: Tensor, fixed: set[int]) -> Tensor | None:
+    """What is left of a layer that meets a tensor of fixed width: a rotary table fixes the heads' width, not the heads."""
+    if not fixed & set(varying(layer)):
+        return layer
+    heads = whole_rows(op, ctx, layer, fixed, "meets a tensor of fixed width")
+    return None if heads is None else layer
 
 
 def _pin_streams(op: Op, ctx: Analysis, facts: list[Fact], aligned: list[list[Tensor]]) -> None:
@@ -190,9 +197,25 @@ def _join(op: Op, ctx: Analysis, result: list[Tensor], layer: Tensor) -> list[Te
         wide, narrow = (other, layer) if len(varying(other)) > len(dims) else (layer, other)
         if _link(op, ctx, wide, narrow):
             return [wide if kept is other else kept for kept in result]
+        heads = _heads_only(op, ctx, other, layer)
+        if heads is not None:
+            return [heads if kept is other else kept for kept in result]
     for each in (*touching, layer):
         ctx.pin(each, op, "channels meet along different dimensions")
     return result
+
+
+def _heads_only(op: Op, ctx: Analysis, one: Tensor, other: Tensor) -> Tensor | None:
+    """Two tables that share their heads but not the dimensions inside (scores between channels): whole heads may go."""
+    shared = set(varying(one)) & set(varying(other))
+    text = "channels meet along different dimensions"
+    inside = (set(varying(one)) | set(varying(other))) - shared
+    if any(set(varying(layer)[: len(shared)]) != shared for layer in (one, other)):
+        return None
+    first, second = (whole_rows(op, ctx, layer, inside, text) for layer in (one, other))
+    assert first is not None and second is not None
+    ctx.labels.merge(*torch.broadcast_tensors(compact(first), compact(second)))
+    return first
 
 
 def _link(op: Op, ctx: Analysis, wide: Tensor, narrow: Tensor) -> bool:

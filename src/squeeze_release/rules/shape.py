@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..facts import Fact, collapse, compact, scaled_one, varying
+from ..facts import Fact, collapse, compact, scaled_one, varying, vector
+from ..labels import Live
 from .base import Facts, Op, Rule, blank, rule
 from .elementwise import combine_layers
+from .grouped import product, whole_rows
 from .pool import keep_uniform
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class Move(Rule):
         for before, after in zip(x.layers, layers, strict=True):
             register(op, ctx, after, reordered=self._reorders(op, before))
         value = self.run(op, x.value)
+        layers = _apart(op, ctx, layers + self._copies(op, ctx, x, tuple(value.shape)))
         kept = []
         for layer in layers:
             if varying(layer):
@@ -47,7 +50,7 @@ class Move(Rule):
         dim = op.given["dim"]
         if op.given.get("step", 1) != 1:
             for layer in x.along(dim):
-                ctx.pin(layer, op, "every n-th channel is taken")
+                whole_rows(op, ctx, layer, {dim % len(x.shape)}, "every n-th channel is taken")
         if x.source != "param":
             return x
         # Where a parameter is cut may depend on the example: other inputs reach positions that this one does not.
@@ -57,6 +60,21 @@ class Move(Rule):
 
     def run(self, op: Op, t: Tensor) -> Tensor:
         return collapse(call(op, t))
+
+    def _copies(self, op: Op, ctx: Analysis, x: Fact, shape: tuple[int, ...]) -> list[Tensor]:
+        """Where one index is expanded to many, each copy may go: a mask for each head, a key head for each query."""
+        if not op.name.startswith("aten.expand"):
+            return []
+        before = (1,) * (len(shape) - len(x.shape)) + x.shape
+        made = [(d, ctx.labels.fresh(shape[d])) for d in range(1, len(shape)) if before[d] == 1 < shape[d]]
+        op.memo["copies"] = [labels for _, labels in made]
+        return [vector(labels, shape, d) for d, labels in made]
+
+    def need(self, op: Op, ctx: Analysis, live: Live) -> None:
+        """Copies that no other channel is bound to stay: it is not known what the code does with them."""
+        for labels in op.memo.get("copies", ()):
+            if bool((live.members(labels) == 1).any()):
+                live.mark(labels, op.where, "copies that are bound to nothing")
 
     def _reorders(self, op: Op, layer: Tensor) -> bool:
         """Whether the channels' dimensions change places: then rows of different length would not line up."""
@@ -93,6 +111,25 @@ def call(op: Op, t: Tensor) -> Any:
 
 
 rule(*MOVES)(Move)
+
+
+def _apart(op: Op, ctx: Analysis, layers: list[Tensor]) -> list[Tensor]:
+    """Layers along different dimensions: two that a reshape laid along the same one become one."""
+    result: list[Tensor] = []
+    for layer in layers:
+        touching = [other for other in result if set(varying(other)) & set(varying(layer))]
+        if touching:
+            joint = product(op, ctx, touching[0], layer) if len(touching) == 1 else None
+            result = [other for other in result if not any(other is t for t in touching)]
+            if joint is not None:
+                register(op, ctx, joint)
+                result.append(joint)
+                continue
+            for each in (*touching, layer):
+                ctx.pin(each, op, "two kinds of channels meet along one dimension")
+        else:
+            result.append(layer)
+    return result
 
 
 @rule("unbind", "chunk", "split.Tensor", "split_with_sizes", "tensor_split.sections")
@@ -132,8 +169,9 @@ class Cat(Rule):
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         out = blank(op)
         assert isinstance(out, Fact)
-        facts = [fact for fact in op.facts() if fact.shape != (0,)]
-        return self.join(op, ctx, facts, op.given.get("dim", 0) % len(out.shape), out)
+        dim = op.given.get("dim", 0) % len(out.shape)
+        facts = [fact for fact in op.facts() if fact.shape[dim:] and fact.shape[dim] > 0]
+        return self.join(op, ctx, facts, dim, out)
 
     def join(self, op: Op, ctx: Analysis, facts: list[Fact], dim: int, out: Fact) -> Fact:
         across = [
