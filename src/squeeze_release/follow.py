@@ -3,6 +3,8 @@
 Many widths in user code are derived from shapes and follow by themselves. Others are attributes (`num_heads`), which
 are set on the copy. Whether everything followed is seen by tracing the narrowed model: every op must have the shape
 that the plan predicts. Where it does not, the module at fault keeps its channels, with that reason.
+
+Shapes are all that counts here, so the trial is a hollow copy that holds no weights: a trace never depends on theirs.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from torch import fx, nn
 
 from .analyse import Analysis, rule_of, widths
 from .blocks import inside
+from .copies import borrow, emptied, hollow
 from .errors import ExportError, InputError
 from .facts import Fact
 from .labels import Live
-from .masks import copy_model
 from .plan import Plan, make_plan
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
@@ -42,11 +44,11 @@ Attribute = tuple[type, str, int]  # class, name, value
 
 @dataclass(frozen=True)
 class Fit:
-    """A plan, and the narrowed model with its traces."""
+    """A plan, what it saves, and the traces of the narrowed model."""
 
     plan: Plan
     live: Live
-    model: nn.Module
+    saved: int  # parameters
     traces: list[Trace]
 
 
@@ -56,23 +58,30 @@ def fit(ctx: Analysis, calls: list[Call]) -> Fit:
         live = ctx.settle()
         plan = make_plan(ctx, live)
         if plan.empty:
-            return Fit(plan, live, ctx.model, [])
+            return Fit(plan, live, 0, [])
         problem: Problem | None = None
         for attributes in choices(ctx, live):
             plan.attributes = attributes
-            model = rewrite(copy_model(ctx.model), plan)
-            found = check(ctx, live, plan, model, calls)
-            if not isinstance(found, Problem):
-                return Fit(plan, live, model, found)
+            found = attempt(ctx, live, plan, calls)
+            if isinstance(found, Fit):
+                return found
             problem = problem or found
         assert problem is not None
         if not ctx.refuse(problem.module, problem.text):
-            raise ExportError(
-                f"the code of the model does not follow its own widths: {problem.text}",
-                where=problem.module or "the model",
-                consequence="nothing was changed",
-                remedy="name the module in keep=, and report this model",
-            )
+            return Fit(Plan(), live, 0, [])  # everything stays, for that reason
+
+
+def attempt(ctx: Analysis, live: Live, plan: Plan, calls: list[Call]) -> Problem | Fit:
+    """Carry out a plan on a copy and look. Only where the hollow one gives trouble is one with real weights made."""
+    model = emptied(rewrite(hollow(ctx.model), plan))
+    found = check(ctx, live, plan, model, calls)
+    if isinstance(found, Problem):
+        found = check(ctx, live, plan, rewrite(borrow(ctx.model), plan), calls)
+    return found if isinstance(found, Problem) else Fit(plan, live, _size(ctx.model) - _size(model), found)
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, int]]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from .blocks import Replacement
+from .copies import drop_gradients
+from .masks import bake_masks
 from .modules import (
     CompensatedLayerNorm,
     Constant,
@@ -43,8 +47,9 @@ class Tensors:
     def __setitem__(self, name: str, new: Tensor) -> None:
         old = self[name]
         new = new.to(old.device, old.dtype)
-        if old.dim() in (4, 5) and not old.is_contiguous():  # channels last stays channels last
-            new = new.contiguous(memory_format=torch.channels_last if old.dim() == 4 else torch.channels_last_3d)
+        channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(old.dim())
+        if channels_last and not old.is_contiguous() and old.is_contiguous(memory_format=channels_last):
+            new = new.contiguous(memory_format=channels_last)
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
         for tied in self.names[name]:
@@ -70,9 +75,24 @@ def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
     for name, dims in plan.slices.items():
         new = tensors[name]
         for dim, index in dims.items():
-            new = new.index_select(dim, index.to(new.device))
+            # Along a dimension that is expanded, as in a hollow copy, one entry is like the other.
+            hollow = new.stride(dim) == 0
+            new = new.narrow(dim, 0, len(index)) if hollow else new.index_select(dim, index.to(new.device))
         tensors[name] = new
     return _refit(model, plan)
+
+
+def carry_out(plans: Sequence[Plan], source: nn.Module) -> nn.Module:
+    """Narrow the user's own model, masks and all. Old tensors are freed one by one, so it takes next to no memory.
+
+    Only for plans that were carried out on a copy before: there is no way back.
+    """
+    bake_masks(source)
+    drop_gradients(source)
+    small = functools.reduce(rewrite, plans, source)
+    if small is not source:  # a model that is itself a single layer
+        source.__class__, source.__dict__ = small.__class__, small.__dict__
+    return source
 
 
 def _make_constant(tensors: Tensors, rows: ConstantRows, plan: Plan) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..facts import Fact, compact, uniform, unknown, vector
 from ..labels import Live
+from ..pieces import spans
 from .base import Facts, Op, Rule, blank, contracted, passed_on, rule
 
 if TYPE_CHECKING:
@@ -143,15 +144,17 @@ class Affine(Rule):
         matrix = self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"])
         groups, height, width, _ = matrix.shape
         c = c.reshape(groups, 1, width)
-        varies = ((matrix != 0).any(3) & c.isnan()).any(2)
-        if bool(varies.all()):
+        values = torch.full((groups, height), torch.nan, dtype=torch.float64)
+        for span in spans(matrix, 1):
+            piece = matrix[:, span]
+            known = ~(_nonzero(piece) & c.isnan()).any(2)
+            if bool(known.any()):
+                sums = piece[known].double().sum(2) * c.nan_to_num(0.0).expand(*known.shape, width)[known]
+                values[:, span][known] = sums.sum(1)
+        if bool(values.isnan().all()):
             return unknown(shape)
         bias = op.given.get("bias")
         offset = uniform(bias.value, 0) if isinstance(bias, Fact) else torch.zeros((), dtype=torch.float64)
-        known = ~varies
-        values = torch.full((groups, height), torch.nan, dtype=torch.float64)
-        sums = matrix.expand(groups, height, width, matrix.size(3))[known].double().sum(2)
-        values[known] = (sums * c.nan_to_num(0.0).expand(groups, height, width)[known]).sum(1)
         return vector(values.reshape(-1) + offset, shape, dim)
 
     def need(self, op: Op, ctx: Analysis, live: Live) -> None:
@@ -165,10 +168,7 @@ class Affine(Rule):
         op.memo["done"] = alive
         geometry = op.memo["geometry"]
         matrix = self.matrix(ctx.tensor(op.memo["weight"]), geometry)
-        read = (matrix != 0).any(3)
-        if alive is not None:
-            read = read & alive.reshape(geometry.groups, -1, 1)
-        read = read.any(1).reshape(-1)
+        read = _read(matrix, None if alive is None else alive.reshape(geometry.groups, -1, 1))
         if alive is not None and geometry.groups > 1 and matrix.size(2) == 1:
             read = alive.reshape(geometry.groups, -1).any(1)  # depthwise: an output stays paired with its input
         c = ctx.agreed(op.memo["weight"])
@@ -189,9 +189,12 @@ class Affine(Rule):
     def _ill_conditioned(matrix: Tensor, c: Tensor) -> Tensor:
         """Columns whose constants are huge and cancel each other in some row."""
         groups, _, width, _ = matrix.shape
-        terms = matrix.double().sum(3) * c.nan_to_num(0.0).reshape(groups, 1, width)
-        bad = terms.abs().sum(2) > _MOST_CANCELLATION * terms.sum(2).abs().clamp(min=1.0)
-        return (bad[:, :, None] & (terms != 0)).any(1).reshape(-1)
+        c, found = c.nan_to_num(0.0).reshape(groups, 1, width), torch.zeros((groups, width), dtype=torch.bool)
+        for span in spans(matrix, 1):
+            terms = matrix[:, span].double().sum(3) * c
+            bad = terms.abs().sum(2) > _MOST_CANCELLATION * terms.sum(2).abs().clamp(min=1.0)
+            found |= (bad[:, :, None] & (terms != 0)).any(1)
+        return found.reshape(-1)
 
     def _refusal(self, op: Op) -> str:
         if op.memo["geometry"].padded:
@@ -238,8 +241,8 @@ class Affine(Rule):
         groups, _, width, _ = matrix.shape
         gone, c = gone.reshape(groups, width), torch.where(gone, c, 0.0).reshape(groups, 1, width)
         used = gone.any(0)
-        delta = (matrix[:, :, used].double().sum(3) * c[:, :, used]).sum(2).reshape(-1)
-        plan.fold(op, delta)
+        terms = [(matrix[:, span, used].double().sum(3) * c[:, :, used]).sum(2) for span in spans(matrix, 1)]
+        plan.fold(op, torch.cat(terms, 1).reshape(-1))
 
     def _gather(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         """Depthwise: which kept input channel does each kept output channel read?"""
@@ -295,6 +298,20 @@ class Convolution(Affine):
             for layer in x.along(d):
                 ctx.pin(layer, op, "a convolution slides over it")
         return passed_on(x, (dim, *spatial))
+
+
+def _read(matrix: Tensor, rows: Tensor | None) -> Tensor:
+    """Which columns have a non-zero entry in any row, or in any of these."""
+    read = torch.zeros((matrix.size(0), matrix.size(2)), dtype=torch.bool)
+    for span in spans(matrix, 1):
+        nonzero = _nonzero(matrix[:, span])
+        read |= (nonzero if rows is None else nonzero & rows[:, span]).any(1)
+    return read.reshape(-1)
+
+
+def _nonzero(matrix: Tensor) -> Tensor:
+    nonzero = matrix != 0
+    return nonzero.any(3) if matrix.size(3) > 1 else nonzero.squeeze(3)
 
 
 def _list(value: object) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 
 from ..facts import Fact, compact, vector
 from ..labels import Live
+from ..pieces import constant_columns
 from .base import Facts, Op, Rule, blank, contracted, passed_on, rule
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Embedding(Rule):
         ctx.pin_param(name, 0, op, "rows of an embedding")
         columns = ctx.param_labels(name, 1)
         weight = ctx.tensor(name)
-        value = torch.where((weight == weight[:1]).all(0), weight[0].double(), torch.nan)
+        value = torch.where(constant_columns(weight), weight[0].double(), torch.nan)
         layers = () if columns is None else (vector(columns, out.shape, len(out.shape) - 1),)
         return Fact(out.shape, layers, vector(value, out.shape, len(out.shape) - 1))
 
