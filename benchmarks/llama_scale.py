@@ -43,7 +43,7 @@ STEPS = {
     "training": ("squeeze", "feeds_training_branches"),
     "fit": ("squeeze", "fit"),
     "trial trace": ("follow", "trace"),
-    "rewrite": ("squeeze", "rewrite"),
+    "rewrite": ("squeeze", "carry_out"),
     "report": ("squeeze", "make_report"),
 }
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..facts import Fact, compact, uniform, unknown, vector
 from ..labels import Live
-from ..pieces import spans
+from ..pieces import constant_rows, matvec, read_columns, spans
 from .base import Facts, Op, Rule, blank, contracted, passed_on, rule
 
 if TYPE_CHECKING:
@@ -142,15 +142,7 @@ class Affine(Rule):
 
     def _value(self, op: Op, ctx: Analysis, c: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
         matrix = self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"])
-        groups, height, width, _ = matrix.shape
-        c = c.reshape(groups, 1, width)
-        values = torch.full((groups, height), torch.nan, dtype=torch.float64)
-        for span in spans(matrix, 1):
-            piece = matrix[:, span]
-            known = ~(_nonzero(piece) & c.isnan()).any(2)
-            if bool(known.any()):
-                sums = piece[known].double().sum(2) * c.nan_to_num(0.0).expand(*known.shape, width)[known]
-                values[:, span][known] = sums.sum(1)
+        values = constant_rows(matrix, c)
         if bool(values.isnan().all()):
             return unknown(shape)
         bias = op.given.get("bias")
@@ -168,7 +160,7 @@ class Affine(Rule):
         op.memo["done"] = alive
         geometry = op.memo["geometry"]
         matrix = self.matrix(ctx.tensor(op.memo["weight"]), geometry)
-        read = _read(matrix, None if alive is None else alive.reshape(geometry.groups, -1, 1))
+        read = read_columns(matrix, alive)
         if alive is not None and geometry.groups > 1 and matrix.size(2) == 1:
             read = alive.reshape(geometry.groups, -1).any(1)  # depthwise: an output stays paired with its input
         c = ctx.agreed(op.memo["weight"])
@@ -241,8 +233,7 @@ class Affine(Rule):
         groups, _, width, _ = matrix.shape
         gone, c = gone.reshape(groups, width), torch.where(gone, c, 0.0).reshape(groups, 1, width)
         used = gone.any(0)
-        terms = [(matrix[:, span, used].double().sum(3) * c[:, :, used]).sum(2) for span in spans(matrix, 1)]
-        plan.fold(op, torch.cat(terms, 1).reshape(-1))
+        plan.fold(op, matvec(matrix[:, :, used], c[:, :, used]))
 
     def _gather(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         """Depthwise: which kept input channel does each kept output channel read?"""
@@ -298,20 +289,6 @@ class Convolution(Affine):
             for layer in x.along(d):
                 ctx.pin(layer, op, "a convolution slides over it")
         return passed_on(x, (dim, *spatial))
-
-
-def _read(matrix: Tensor, rows: Tensor | None) -> Tensor:
-    """Which columns have a non-zero entry in any row, or in any of these."""
-    read = torch.zeros((matrix.size(0), matrix.size(2)), dtype=torch.bool)
-    for span in spans(matrix, 1):
-        nonzero = _nonzero(matrix[:, span])
-        read |= (nonzero if rows is None else nonzero & rows[:, span]).any(1)
-    return read.reshape(-1)
-
-
-def _nonzero(matrix: Tensor) -> Tensor:
-    nonzero = matrix != 0
-    return nonzero.any(3) if matrix.size(3) > 1 else nonzero.squeeze(3)
 
 
 def _list(value: object) -> list[int]:
