@@ -23,6 +23,7 @@ from .errors import ExportError, InputError
 from .facts import Fact
 from .labels import Live
 from .plan import Plan, make_plan
+from .refuse import refuse
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
 from .rules.elementwise import Combine, Unary
@@ -67,7 +68,7 @@ def fit(ctx: Analysis, calls: list[Call]) -> Fit:
                 return found
             problem = problem or found
         assert problem is not None
-        if not ctx.refuse(problem.module, problem.text):
+        if not refuse(ctx, problem.module, problem.text):
             return Fit(Plan(), live, 0, [])  # everything stays, for that reason
 
 

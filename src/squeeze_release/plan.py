@@ -92,10 +92,10 @@ class Plan:
 
     def scale_rows(self, ctx: Analysis, labels: Tensor, factor: float) -> None:
         """Scale the rows of the weights that carry these labels, and their biases."""
-        for name, dims in list(ctx.param_dims.items()):
-            rows = torch.isin(dims[0], labels) if dims and dims[0] is not None else None
-            if rows is None or not bool(rows.any()):
-                continue
+        for name in [owner[0] for owner in ctx.owners(labels) if owner is not None and owner[1] == 0]:
+            mine = ctx.param_labels(name, 0)
+            assert mine is not None
+            rows = torch.isin(mine, labels)
             self.scaled[name] = (rows, factor)
             for bias in {op.param("bias") for op in ctx.readers.get(name, []) if op.param("weight") == name} - {None}:
                 self.scaled[str(bias)] = (rows, factor)
