@@ -28,8 +28,8 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 def borrow(model: nn.Module) -> nn.Module:
     """A copy whose parameters share their memory with those of `model`: to be replaced, never written to."""
-    memo: dict[int, Any] = {id(p): type(p)(p.data, p.requires_grad) for p in model.parameters()}
-    return _deepcopy(model, memo)
+    plain = [parameter for parameter in model.parameters() if type(parameter) is nn.Parameter]  # others know best
+    return _deepcopy(model, {id(p): nn.Parameter(p.data, p.requires_grad) for p in plain})
 
 
 def hollow(model: nn.Module) -> nn.Module:
