@@ -3,6 +3,8 @@
 Many widths in user code are derived from shapes and follow by themselves. Others are attributes (`num_heads`), which
 are set on the copy. Whether everything followed is seen by tracing the narrowed model: every op must have the shape
 that the plan predicts. Where it does not, the module at fault keeps its channels, with that reason.
+
+Shapes are all that counts here, so the trial is a hollow copy that holds no weights: a trace never depends on theirs.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from torch import fx, nn
 
 from .analyse import Analysis, rule_of, widths
 from .blocks import inside
+from .copies import borrow, emptied, hollow
 from .errors import ExportError, InputError
 from .facts import Fact
 from .labels import Live
-from .masks import copy_model
 from .plan import Plan, make_plan
+from .refuse import refuse
 from .register import named_attributes, registered
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
@@ -48,11 +51,11 @@ Widths = dict[int, list[int]]  # a width -> what became of it, at one place or a
 
 @dataclass(frozen=True)
 class Fit:
-    """A plan, and the narrowed model with its traces."""
+    """A plan, what it saves, and the traces of the narrowed model."""
 
     plan: Plan
     live: Live
-    model: nn.Module
+    saved: int  # parameters
     traces: list[Trace]
 
 
@@ -62,46 +65,30 @@ def fit(ctx: Analysis, calls: list[Call]) -> Fit:
         live = ctx.settle()
         plan = make_plan(ctx, live)
         if plan.empty:
-            return Fit(plan, live, ctx.model, [])
+            return Fit(plan, live, 0, [])
         problem: Problem | None = None
         for attributes in choices(ctx, live):
             plan.attributes = attributes
-            model = rewrite(copy_model(ctx.model), plan)
-            found = check(ctx, live, plan, model, calls)
-            if not isinstance(found, Problem):
-                return Fit(plan, live, model, found)
+            found = attempt(ctx, live, plan, calls)
+            if isinstance(found, Fit):
+                return found
             problem = problem or found
         assert problem is not None
-        alike = _alike(ctx, live, problem.module)
-        refused = ctx.refuse(problem.module, problem.text)
-        for path in alike:
-            ctx.refuse(path, problem.text)
-        if not refused:
-            raise ExportError(
-                f"the code of the model does not follow its own widths: {problem.text}",
-                where=problem.module or "the model",
-                consequence="nothing was changed",
-                remedy="name the module in keep=, and report this model",
-            )
+        if not refuse(ctx, problem.module, problem.text):
+            return Fit(Plan(), live, 0, [])  # everything stays, for that reason
 
 
-def _alike(ctx: Analysis, live: Live, module: str) -> list[str]:
-    """Other modules of the same class whose heads shrink in the same way: the same code will not follow there either."""
-    if ctx.refused.get(module, 0) > 1:
-        return []
-    sizes: dict[str, list[tuple[int, ...]]] = {}
-    for grid in ctx.grids:
-        alive = live[grid.labels]
-        sizes.setdefault(grid.module, []).append((*alive.shape, int(alive.any(1).sum()), int(alive.sum(1).max())))
-    mine, kind = sizes.get(module), type(ctx.model.get_submodule(module))
-    if mine is None or all(size[:2] == size[2:] for size in mine):
-        return []
-    return [
-        path
-        for path, size in sizes.items()
-        if path != module and size == mine and type(ctx.model.get_submodule(path)) is kind
-        if ctx.refused.get(path) == ctx.refused.get(module)
-    ]
+def attempt(ctx: Analysis, live: Live, plan: Plan, calls: list[Call]) -> Problem | Fit:
+    """Carry out a plan on a copy and look. Only where the hollow one gives trouble is one with real weights made."""
+    model = emptied(rewrite(hollow(ctx.model), plan))
+    found = check(ctx, live, plan, model, calls)
+    if isinstance(found, Problem):
+        found = check(ctx, live, plan, rewrite(borrow(ctx.model), plan), calls)
+    return found if isinstance(found, Problem) else Fit(plan, live, _size(ctx.model) - _size(model), found)
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, Number]]]:
@@ -132,8 +119,9 @@ def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[Number]
                 for fact in facts:
                     for old, new in zip(fact.shape, widths(fact, live), strict=True):
                         seen.setdefault(op.module, {}).setdefault(old, []).append(new)
-        if isinstance(rule_of(op), Attention):  # other paths of the same code repeat each key head so often
-            for old, new in rule_of(op).repeats(op, live):
+        rule = rule_of(op)
+        if isinstance(rule, Attention):  # other paths of the same code repeat each key head so often
+            for old, new in rule.repeats(op, live):
                 made.setdefault(op.module, {}).setdefault(old, []).append(new)
                 read.setdefault(op.module, {})
     wishes: dict[Attribute, dict[str, list[Number]]] = {}

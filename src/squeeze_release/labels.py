@@ -17,17 +17,21 @@ class Labels:
     """A growing set of labels with vectorised union-find."""
 
     def __init__(self) -> None:
-        self.parent = torch.zeros(0, dtype=torch.int64)
+        self._room = torch.arange(1024)  # doubled when it is full, so that a label costs the same in a big model
+        self.parent = self._room[:0]
 
     def fresh(self, count: int) -> Tensor:
-        new = torch.arange(len(self.parent), len(self.parent) + count)
-        self.parent = torch.cat([self.parent, new])
-        return new
+        start, end = len(self.parent), len(self.parent) + count
+        if end > len(self._room):
+            self._room = torch.cat([self.parent, torch.arange(start, 2 * end)])
+        self.parent = self._room[:end]
+        return torch.arange(start, end)
 
     def find(self, labels: Tensor) -> Tensor:
         root = self.parent[labels]
         while not torch.equal(root, above := self.parent[root]):
             root = above
+        self.parent[labels] = root  # a shorter way for the next one who asks
         return root
 
     def merge(self, a: Tensor, b: Tensor) -> None:
@@ -40,7 +44,6 @@ class Labels:
                 break
             a, b = a[apart], b[apart]
             self.parent.scatter_reduce_(0, torch.maximum(a, b), torch.minimum(a, b), "amin")
-        self.parent = self.find(torch.arange(len(self.parent)))
 
 
 @dataclass(frozen=True)

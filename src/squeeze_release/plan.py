@@ -112,11 +112,10 @@ class Plan:
 
     def scale_rows(self, ctx: Analysis, labels: Tensor, factor: float) -> None:
         """Scale the rows of the weights that carry these labels, and their biases."""
-        for name, dims in list(ctx.param_dims.items()):
-            rows = torch.isin(dims[0], labels) if dims and dims[0] is not None else None
-            if rows is None or not bool(rows.any()):
-                continue
-            factors = torch.where(rows, torch.tensor(factor, dtype=torch.float64), 1.0)
+        for name in [owner[0] for owner in ctx.owners(labels) if owner is not None and owner[1] == 0]:
+            mine = ctx.param_labels(name, 0)
+            assert mine is not None
+            factors = torch.where(torch.isin(mine, labels), torch.tensor(factor, dtype=torch.float64), 1.0)
             biases = {op.param("bias") for op in ctx.readers.get(name, []) if op.param("weight") == name} - {None}
             for each in (name, *map(str, biases)):
                 self.scaled[each] = factors

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from .blocks import Replacement
+from .copies import drop_gradients
+from .masks import bake_masks
 from .modules import (
     CompensatedLayerNorm,
     CompensatedRMSNorm,
@@ -45,8 +49,9 @@ class Tensors:
     def __setitem__(self, name: str, new: Tensor) -> None:
         old = self[name]
         new = new.to(old.device, old.dtype)
-        if old.dim() in (4, 5) and not old.is_contiguous():  # channels last stays channels last
-            new = new.contiguous(memory_format=torch.channels_last if old.dim() == 4 else torch.channels_last_3d)
+        channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(old.dim())
+        if channels_last and not old.is_contiguous() and old.is_contiguous(memory_format=channels_last):
+            new = new.contiguous(memory_format=channels_last)
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
         for tied in self.names[name]:
@@ -74,7 +79,9 @@ def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
     for name, dims in plan.slices.items():
         new = tensors[name]
         for dim, index in dims.items():
-            new = new.index_select(dim, index.to(new.device))
+            # Along a dimension that is expanded, as in a hollow copy, one entry is like the other.
+            hollow = new.stride(dim) == 0
+            new = new.narrow(dim, 0, len(index)) if hollow else new.index_select(dim, index.to(new.device))
         tensors[name] = new
     return _refit(model, plan)
 
@@ -83,6 +90,19 @@ def _columns_of_groups(weight: Tensor, columns: Tensor) -> Tensor:
     """The columns of a grouped weight that each of its groups keeps."""
     rows = weight.unflatten(0, (len(columns), -1)).unbind(0)
     return torch.cat([row.index_select(1, kept.to(weight.device)) for row, kept in zip(rows, columns, strict=True)])
+
+
+def carry_out(plans: Sequence[Plan], source: nn.Module) -> nn.Module:
+    """Narrow the user's own model, masks and all. Old tensors are freed one by one, so it takes next to no memory.
+
+    Only for plans that were carried out on a copy before: there is no way back.
+    """
+    bake_masks(source)
+    drop_gradients(source)
+    small = functools.reduce(rewrite, plans, source)
+    if small is not source:  # a model that is itself a single layer
+        source.__class__, source.__dict__ = small.__class__, small.__dict__
+    return source
 
 
 def _make_constant(tensors: Tensors, rows: ConstantRows, plan: Plan) -> None:
@@ -115,13 +135,15 @@ def _add_to_bias(tensors: Tensors, fold: Fold, plan: Plan) -> None:
 
 def _carry(weight: Tensor, carry: Carry) -> Tensor:
     """Add the columns that go to those of their carriers."""
-    new = weight.double() if weight.dtype != torch.float64 else weight.clone()
+    if not any(weight.stride()):  # a hollow copy
+        return weight
+    new = weight.clone()
     wide = new.movedim(carry.columns, 1)
     for rows, found in zip(wide.chunk(len(carry.groups)), carry.groups, strict=True):
         if found is not None:
-            gone = rows[:, found.gone.to(new.device)]
-            more = torch.tensordot(gone, found.factors.to(new.device), dims=([1], [0])).movedim(-1, 1)
-            rows[:, found.carriers.to(new.device)] += more
+            gone, carriers = found.gone.to(new.device), found.carriers.to(new.device)
+            more = torch.tensordot(rows[:, gone].double(), found.factors.to(new.device), dims=([1], [0])).movedim(-1, 1)
+            rows[:, carriers] = (rows[:, carriers].double() + more).to(new.dtype)
     return new
 
 

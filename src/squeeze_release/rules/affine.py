@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..facts import Fact, compact, uniform, unknown, vector
 from ..labels import Live
+from ..pieces import constant_rows, matvec, read_columns, spans
 from .base import Facts, Op, Rule, blank, contracted, passed_on, rule
 from .carriers import Request, carried, known, request
 
@@ -146,17 +147,11 @@ class Affine(Rule):
 
     def _value(self, op: Op, ctx: Analysis, c: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
         matrix = self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"])
-        groups, height, width, _ = matrix.shape
-        c = c.reshape(groups, 1, width)
-        varies = ((matrix != 0).any(3) & c.isnan()).any(2)
-        if bool(varies.all()):
+        values = constant_rows(matrix, c)
+        if bool(values.isnan().all()):
             return unknown(shape)
         bias = op.given.get("bias")
         offset = uniform(bias.value, 0) if isinstance(bias, Fact) else torch.zeros((), dtype=torch.float64)
-        known = ~varies
-        values = torch.full((groups, height), torch.nan, dtype=torch.float64)
-        sums = matrix.expand(groups, height, width, matrix.size(3))[known].double().sum(2)
-        values[known] = (sums * c.nan_to_num(0.0).expand(groups, height, width)[known]).sum(1)
         return vector(values.reshape(-1) + offset, shape, dim)
 
     def need(self, op: Op, ctx: Analysis, live: Live) -> None:
@@ -175,11 +170,7 @@ class Affine(Rule):
 
     def _read(self, op: Op, ctx: Analysis, alive: Tensor | None) -> Tensor:
         """Which columns the living rows read."""
-        matrix = self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"])
-        read = (matrix != 0).any(3)
-        if alive is not None:
-            read = read & alive.reshape(len(matrix), -1, 1)
-        return read.any(1).reshape(-1)
+        return read_columns(self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"]), alive)
 
     def _table(self, op: Op, ctx: Analysis) -> Tensor:
         """What every call knows of the columns."""
@@ -229,9 +220,12 @@ class Affine(Rule):
     def _ill_conditioned(matrix: Tensor, c: Tensor) -> Tensor:
         """Columns whose constants are huge and cancel each other in some row."""
         groups, _, width, _ = matrix.shape
-        terms = matrix.double().sum(3) * c.nan_to_num(0.0).reshape(groups, 1, width)
-        bad = terms.abs().sum(2) > _MOST_CANCELLATION * terms.sum(2).abs().clamp(min=1.0)
-        return (bad[:, :, None] & (terms != 0)).any(1).reshape(-1)
+        c, found = c.nan_to_num(0.0).reshape(groups, 1, width), torch.zeros((groups, width), dtype=torch.bool)
+        for span in spans(matrix, 1):
+            terms = matrix[:, span].double().sum(3) * c
+            bad = terms.abs().sum(2) > _MOST_CANCELLATION * terms.sum(2).abs().clamp(min=1.0)
+            found |= (bad[:, :, None] & (terms != 0)).any(1)
+        return found.reshape(-1)
 
     def cuts(self, op: Op, ctx: Analysis) -> bool:
         return (
@@ -283,7 +277,7 @@ class Affine(Rule):
         matrix = self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"])
         offset = offset.reshape(len(matrix), 1, -1)
         used = (offset != 0).any(0).flatten()
-        plan.fold(op, (matrix[:, :, used].double().sum(3) * offset[:, :, used]).sum(2).reshape(-1))
+        plan.fold(op, matvec(matrix[:, :, used], offset[:, :, used]))
 
     def _regroup(self, op: Op, live: Live, plan: Plan) -> None:
         """Grouped: how many groups are left, and which columns of each."""

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from ..facts import Fact, compact, varying
 from ..labels import Live
 from ..modules import NarrowMultiheadAttention
-from .base import RULES, Facts, Op, Rule, blank, rule
-from .elementwise import Identity
+from .base import Facts, Op, Rule, blank, rule
 from .grouped import copied
 from .pool import keep_uniform
-from .shape import Cat, Move, Pieces, Stack
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
@@ -217,18 +215,6 @@ class Attention(Contraction):
 
 def _only_reader(op: Op, ctx: Analysis, rows: Tensor) -> bool:
     """Between the Linear that writes these rows and this op there are shape ops only, and nobody else reads them."""
-    wanted = set(rows.tolist())
-    for other in ctx.ops:
-        if other is op or isinstance(RULES.get(other.node.target), (Move, Pieces, Cat, Stack, Identity)):
-            continue
-        if any(
-            wanted & set(compact(layer).reshape(-1).tolist())
-            for fact in other.facts()
-            if fact.source != "param"
-            for layer in fact.layers
-        ):
-            return False
     mine = [f for name, f in op.given.items() if isinstance(f, Fact) and name != "query"]
-    return ctx.written_by_linear(rows) and not any(
-        wanted & set(compact(layer).reshape(-1).tolist()) for fact in mine for layer in fact.layers
-    )
+    alone = not any(bool(torch.isin(rows, compact(layer)).any()) for fact in mine for layer in fact.layers)
+    return alone and ctx.written_by_linear(rows) and ctx.sole_reader(op, rows)

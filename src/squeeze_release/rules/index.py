@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..facts import Fact, compact, varying, vector
 from ..labels import Live
+from ..pieces import constant_columns
 from .base import Facts, Op, Rule, blank, contracted, flat, passed_on, rule
 from .elementwise import combine_layers
 from .pool import keep_uniform
@@ -29,7 +30,7 @@ class Embedding(Rule):
         ctx.pin_param(name, 0, op, "rows of an embedding")
         columns = ctx.param_labels(name, 1)
         weight = ctx.tensor(name)
-        value = torch.where((weight == weight[:1]).all(0), weight[0].double(), torch.nan)
+        value = torch.where(constant_columns(weight), weight[0].double(), torch.nan)
         layers = () if columns is None else (vector(columns, out.shape, len(out.shape) - 1),)
         return Fact(out.shape, layers, vector(value, out.shape, len(out.shape) - 1))
 
