@@ -55,6 +55,7 @@ class Plan:
     scaled: dict[str, tuple[Tensor, float]] = field(default_factory=dict)  # parameter -> rows, factor
     replaced_values: dict[str, Tensor] = field(default_factory=dict)
     indices: dict[str, Tensor] = field(default_factory=dict)  # module -> input channels it gathers
+    placed: dict[str, Tensor] = field(default_factory=dict)  # module -> rows it computes, the others being constant
     groups: dict[str, int] = field(default_factory=dict)
     norms: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # module -> removed constants, channel dimension
     heads: dict[str, Heads] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class Plan:
 
     @property
     def empty(self) -> bool:
-        return not (self.slices or self.dead)
+        return not (self.slices or self.placed or self.dead)
 
     # What rules say in `absorb`:
 

@@ -16,7 +16,7 @@ from .blocks import inside
 from .facts import Fact
 from .labels import Live
 from .masks import Counts, count
-from .modules import Constant, NarrowMultiheadAttention, Passthrough, Shift
+from .modules import PLACED, Constant, NarrowMultiheadAttention, Passthrough, Shift
 from .plan import Plan
 from .verify import Verification
 
@@ -163,6 +163,10 @@ def _slices(plans: list[Plan]) -> dict[str, dict[int, Tensor]]:
         for name, dims in plan.slices.items():
             before = total.setdefault(name, {})
             before |= {dim: before[dim][index] if dim in before else index for dim, index in dims.items()}
+        for path, index in plan.placed.items():
+            for name in (f"{path}.weight", f"{path}.bias"):
+                before = total.setdefault(name, {})
+                before[0] = before[0][index] if 0 in before else index
     return total
 
 
@@ -190,7 +194,8 @@ def _width(module: nn.Module) -> str:
     weight = getattr(module, "weight", None)
     for one, other in (("in_features", "out_features"), ("in_channels", "out_channels")):
         if hasattr(module, one) and isinstance(weight, Tensor):
-            return f"{getattr(module, one)} -> {getattr(module, other)}"
+            width = f"{getattr(module, one)} -> {getattr(module, other)}"
+            return f"{width} of {len(module.place)}" if isinstance(module, tuple(PLACED.values())) else width  # type: ignore[arg-type]
     shapes = [f"{'x'.join(map(str, p.shape))}" for _, p in module.named_parameters(recurse=False)]
     kind = type(module).__name__
     return f"{kind} {shapes[0]}" if shapes else kind

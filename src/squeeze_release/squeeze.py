@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .analyse import RULE_SETS, analyse
+from .analyse import RULE_SETS, Analysis, analyse
+from .compaction import plan_compaction
 from .errors import InputError
 from .follow import fit
 from .masks import bake_masks, check_finite, copy_model
+from .plan import Plan
 from .report import Report, make_report
 from .rewrite import rewrite
-from .trace import as_calls, trace
+from .trace import Trace, as_calls, trace
 from .training import feeds_training_branches
 from .unwrap import unwrap
 from .verify import verify as compare
@@ -37,6 +39,7 @@ def squeeze(
     verify: bool = True,
     keep: Sequence[str] = (),
     rules: str = "all",
+    compaction: str | None = None,
 ) -> Squeezed:
     """Remove every channel, head and block that does not matter, and prove that the function is the same.
 
@@ -47,6 +50,8 @@ def squeeze(
         verify: compare old and new in float64 (and raise `VerificationError` if they differ).
         keep: names of modules that must not change their widths.
         rules: "all", or one of the paper's rule sets "A", "AB", "paper".
+        compaction: "index" lets a Linear or Conv compute and read less than the width of a stream that cannot shrink:
+            it gathers its inputs and places its outputs by index. Fewer parameters, but index operations.
 
     >>> import torch, squeeze_release as sr
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -57,7 +62,7 @@ def squeeze(
     (2, 58, 16)
     """
     started = time.perf_counter()
-    _check_arguments(rules)
+    _check_arguments(rules, compaction)
     source = unwrap(model)
     keep = _check_keep(source, [keep] if isinstance(keep, str) else keep)
     masked = copy_model(source)
@@ -71,15 +76,20 @@ def squeeze(
         facts = analyse(small, traces, rules, keep)  # 2. constants, forward
         facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
         fitted = fit(facts, calls)  # 3. liveness, backward  4. plan  5. rewrite a copy of the modules
-        if not _size(fitted.model) < _size(small):
+        if _size(fitted.model) < _size(small):
+            # What is left may show more: a block may be dead once a channel is gone. Mostly there is nothing.
+            small, traces = fitted.model, fitted.traces
+            plans.append(fitted.plan)
+            continue
+        step = plan_compaction(_exactly(facts, masked, plans, traces) if verify else facts) if compaction else Plan()
+        if step.empty:
             break
-        # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
-        small, traces = fitted.model, fitted.traces
-        plans.append(fitted.plan)
+        small = rewrite(copy_model(small), step)
+        traces = [trace(small, call) for call in calls]
+        plans.append(step)
     proof = None
     if verify:  # 6. old against new
-        exact = functools.reduce(rewrite, plans, copy_model(masked).double())
-        proof = compare(masked, small, calls, exact=exact)
+        proof = compare(masked, small, calls, exact=_replay(masked, plans))
     report = make_report(facts, fitted, plans, masked, small, proof, time.perf_counter() - started)
     if inplace:
         source.__class__, source.__dict__ = small.__class__, small.__dict__
@@ -87,11 +97,31 @@ def squeeze(
     return Squeezed(small, report)
 
 
+def _replay(masked: nn.Module, plans: list[Plan]) -> nn.Module:
+    """All steps again, in float64."""
+    return functools.reduce(rewrite, plans, copy_model(masked).double())
+
+
+def _exactly(facts: Analysis, masked: nn.Module, plans: list[Plan], traces: list[Trace]) -> Analysis:
+    """The same facts with constants as they were before the folds of earlier steps were rounded."""
+    exact = Analysis(_replay(masked, plans), facts.options, facts.keep)
+    for each in traces:
+        exact.read(each)
+    return exact
+
+
 def _size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _check_arguments(rules: str) -> None:
+def _check_arguments(rules: str, compaction: str | None) -> None:
+    if compaction not in (None, "index"):
+        raise InputError(
+            f"compaction={compaction!r} is not a way of compacting",
+            where="squeeze(..., compaction=)",
+            consequence="nothing was changed",
+            remedy="use None or 'index'",
+        )
     if rules not in RULE_SETS:
         raise InputError(
             f"rules={rules!r} is not a rule set",
