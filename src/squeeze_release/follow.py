@@ -104,8 +104,8 @@ def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[int]]]:
     wishes: dict[Attribute, dict[str, list[int]]] = {}
     for path, changed in seen.items():
         module = ctx.model.get_submodule(path)
-        if type(module).__module__.startswith("torch.nn."):
-            continue
+        if type(module).__module__.startswith(("torch.nn.", f"{__package__}.")):
+            continue  # they follow their parameters
         for attribute, value in vars(module).items():
             known = changed.get(value, ()) if type(value) is int else ()
             widths_now = [width for width in dict.fromkeys(known) if width != value]

@@ -160,13 +160,12 @@ def _slices(plans: list[Plan]) -> dict[str, dict[int, Tensor]]:
     """What stayed after all steps, in indices of the original."""
     total: dict[str, dict[int, Tensor]] = {}
     for plan in plans:
-        for name, dims in plan.slices.items():
+        rows = {f"{path}.{name}".lstrip("."): {0: i} for path, i in plan.placed.items() for name in ("weight", "bias")}
+        for name, dims in [*plan.slices.items(), *rows.items()]:
             before = total.setdefault(name, {})
             before |= {dim: before[dim][index] if dim in before else index for dim, index in dims.items()}
-        for path, index in plan.placed.items():
-            for name in (f"{path}.weight", f"{path}.bias"):
-                before = total.setdefault(name, {})
-                before[0] = before[0][index] if 0 in before else index
+        for path in plan.placed:  # made anew, not sliced
+            total.pop(f"{path}.fill".lstrip("."), None)
     return total
 
 

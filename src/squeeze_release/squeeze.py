@@ -81,7 +81,9 @@ def squeeze(
             small, traces = fitted.model, fitted.traces
             plans.append(fitted.plan)
             continue
-        step = plan_compaction(_exactly(facts, masked, plans, traces) if verify else facts) if compaction else Plan()
+        if compaction is None:
+            break
+        step = plan_compaction(_exactly(facts, masked, plans, traces) if verify else facts, small)
         if step.empty:
             break
         small = rewrite(copy_model(small), step)
