@@ -29,7 +29,13 @@ RULE_SETS: dict[str, frozenset[str]] = {
 class Analysis:
     """Everything known about one model. Rules read and extend it; `plan` and `rewrite` read it."""
 
-    def __init__(self, model: nn.Module, options: Collection[str], keep: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Collection[str],
+        keep: Collection[str] = (),
+        numbers: nn.Module | None = None,
+    ) -> None:
         self.model, self.options, self.keep = model, options, tuple(keep)
         self.labels = Labels()
         self.ops: list[Op] = []
@@ -45,7 +51,7 @@ class Analysis:
         self.cut: set[Op] = set()
         self.wanted: set[Op] = set()
         self.dead: dict[str, blocks.Replacement] = {}
-        self._tensors, self._canonical = _tensors(model)
+        self._tensors, self._canonical = _tensors(model if numbers is None else numbers)
         self._rows: dict[Any, Tensor] = {}  # table -> the labels that stand for its rows
         self._laid_out: set[Any] = set()  # the grids there are
 
@@ -281,9 +287,11 @@ class Analysis:
                 return  # one may do for many: look again before marking another
 
 
-def analyse(model: nn.Module, traces: list[Trace], rules: str, keep: Collection[str]) -> Analysis:
-    """Facts of all traced calls, in one space of labels."""
-    ctx = Analysis(model, RULE_SETS[rules], keep)
+def analyse(
+    model: nn.Module, traces: list[Trace], rules: str, keep: Collection[str], numbers: nn.Module | None = None
+) -> Analysis:
+    """Facts of all traced calls, in one space of labels; `numbers` may be a more exact copy of the model."""
+    ctx = Analysis(model, RULE_SETS[rules], keep, numbers)
     for trace in traces:
         ctx.read(trace)
     return ctx

@@ -64,18 +64,14 @@ class Layer:
         return any(op.memo["geometry"].padded for op in self.ops)
 
 
-def plan_compaction(ctx: Analysis, stored: nn.Module) -> Plan:
-    """Every layer by itself: gather, place, both or neither, whichever `stored` holds in the fewest bytes.
-
-    The facts may be those of a float64 copy; `stored` is the model in its own dtype.
-    """
+def plan_compaction(ctx: Analysis) -> Plan:
+    """Every layer by itself: gather, place, both or neither, whichever is stored in the fewest bytes."""
     plan = Plan()
     for layer in layers(ctx):
         matrix = layer.rule.matrix(ctx.tensor(layer.weight), layer.ops[0].memo["geometry"])[0]
         every = Columns(torch.ones(matrix.size(1), dtype=torch.bool), matrix)
-        number = stored.get_parameter(layer.weight).element_size()
         options = [
-            (_bytes(layer, columns, rows, number), columns, rows)
+            (_bytes(layer, columns, rows), columns, rows)
             for columns in (every, _gather(ctx, layer, matrix))
             for rows in (torch.ones(len(matrix), dtype=torch.bool), _living(columns))
         ]
@@ -168,9 +164,10 @@ def _living(columns: Columns) -> Tensor:
     return rows
 
 
-def _bytes(layer: Layer, columns: Columns, rows: Tensor, number: int) -> int:
+def _bytes(layer: Layer, columns: Columns, rows: Tensor) -> int:
     """What is stored: weights, a bias that folding creates, indices, and zeros where there is no bias."""
     module, taps = layer.module, columns.matrix.size(2)
+    number = module.get_parameter("weight").element_size()
     gathers = not bool(columns.gathered.all()) or getattr(module, "index", None) is not None
     places = not bool(rows.all()) and getattr(module, "place", None) is None
     total = int(rows.sum()) * int(columns.gathered.sum()) * taps * number

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from .analyse import RULE_SETS, Analysis, analyse
+from .analyse import RULE_SETS, analyse
 from .compaction import plan_compaction
 from .errors import InputError
 from .follow import fit
 from .masks import bake_masks, check_finite, copy_model
-from .plan import Plan
 from .report import Report, make_report
 from .rewrite import rewrite
-from .trace import Trace, as_calls, trace
+from .trace import as_calls, trace
 from .training import feeds_training_branches
 from .unwrap import unwrap
 from .verify import verify as compare
@@ -71,45 +69,29 @@ def squeeze(
 
     calls = as_calls(example_inputs, kwargs)
     small, plans = masked, []
+    # The same steps in float64. Constants are read from it: in `small`, what earlier steps folded is rounded already.
+    exact = copy_model(masked).double() if verify else None
     traces = [trace(small, call) for call in calls]  # 1. trace
     while True:
-        facts = analyse(small, traces, rules, keep)  # 2. constants, forward
+        facts = analyse(small, traces, rules, keep, exact)  # 2. constants, forward
         facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
         fitted = fit(facts, calls)  # 3. liveness, backward  4. plan  5. rewrite a copy of the modules
         if _size(fitted.model) < _size(small):
             # What is left may show more: a block may be dead once a channel is gone. Mostly there is nothing.
-            small, traces = fitted.model, fitted.traces
-            plans.append(fitted.plan)
-            continue
-        if compaction is None:
+            step, small, traces = fitted.plan, fitted.model, fitted.traces
+        elif compaction is not None and not (step := plan_compaction(facts)).empty:
+            small = rewrite(copy_model(small), step)
+            traces = [trace(small, call) for call in calls]
+        else:
             break
-        step = plan_compaction(_exactly(facts, masked, plans, traces) if verify else facts, small)
-        if step.empty:
-            break
-        small = rewrite(copy_model(small), step)
-        traces = [trace(small, call) for call in calls]
         plans.append(step)
-    proof = None
-    if verify:  # 6. old against new
-        proof = compare(masked, small, calls, exact=_replay(masked, plans))
+        exact = rewrite(exact, step) if exact is not None else None
+    proof = compare(masked, small, calls, exact=exact) if verify else None  # 6. old against new
     report = make_report(facts, fitted, plans, masked, small, proof, time.perf_counter() - started)
     if inplace:
         source.__class__, source.__dict__ = small.__class__, small.__dict__
         small = source
     return Squeezed(small, report)
-
-
-def _replay(masked: nn.Module, plans: list[Plan]) -> nn.Module:
-    """All steps again, in float64."""
-    return functools.reduce(rewrite, plans, copy_model(masked).double())
-
-
-def _exactly(facts: Analysis, masked: nn.Module, plans: list[Plan], traces: list[Trace]) -> Analysis:
-    """The same facts with constants as they were before the folds of earlier steps were rounded."""
-    exact = Analysis(_replay(masked, plans), facts.options, facts.keep)
-    for each in traces:
-        exact.read(each)
-    return exact
 
 
 def _size(model: nn.Module) -> int:
