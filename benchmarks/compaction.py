@@ -2,7 +2,7 @@
 
     python benchmarks/compaction.py [--threads 1] [--rounds 15] [--device cpu] [--json FILE]
 
-Half of the filters of every convolution are zero, at random: `unaligned`, each convolution has a mask of its own;
+A share of the filters of every convolution is zero, at random: `unaligned`, each convolution has a mask of its own;
 `aligned`, those that write to one residual stream share theirs. Three networks that compute the same:
   masked   as it was, full of zeros
   dense    squeeze(model, x)
@@ -28,14 +28,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import conftest  # noqa: F401  makes torchvision importable
 import torch
+from resnets import plant, resnet18
 from rich.console import Console
 from rich.table import Table
-from test_resnet import plant, resnet18
 from torch import Tensor, nn
 
 import squeeze_release as sr
 
 INPUTS = {"cpu": ((1, 64), (1, 224), (8, 128)), "cuda": ((1, 224), (64, 224))}  # batch, pixels
+MASKS = ((False, 0.25), (False, 0.5), (False, 0.75), (True, 0.5))  # aligned, share of dead filters
 
 
 @dataclass
@@ -64,23 +65,23 @@ def main() -> None:
     console = Console(width=120)
     console.print(f"torch {torch.__version__}, {where}, channels last: {options.channels_last}")
     rows = []
-    for aligned in (False, True):
-        networks = build(aligned)
+    for aligned, dead in MASKS:
+        networks = build(aligned, dead)
         for batch, pixels in INPUTS[options.device]:
             x = torch.randn(batch, 3, pixels, pixels)
             ready = {name: prepare(net, x, options.device, options.channels_last) for name, net in networks.items()}
             params = {name: sum(p.numel() for p in net.parameters()) for name, net in networks.items()}
-            label = "aligned" if aligned else "unaligned"
-            rows += measure(label, batch, pixels, ready, params, options.rounds, options.device)
+            label = f"{dead:.0%} {'aligned' if aligned else 'unaligned'}"
+            for name, times in measure(ready, options.rounds).items():
+                rows.append(row(label, batch, pixels, name, params[name], times))
     console.print(table(rows))
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-def build(aligned: bool) -> dict[str, nn.Module]:
-    """Norms make every dead filter a positive constant: the general case."""
-    masked = resnet18("positive")
-    plant(masked, aligned)
+def build(aligned: bool, dead: float) -> dict[str, nn.Module]:
+    masked = resnet18("zero")
+    plant(masked, aligned, dead)
     x = torch.randn(1, 3, 64, 64)
     dense = sr.squeeze(masked, x).model
     return {"masked": masked, "dense": dense, "indexed": sr.squeeze(masked, x, compaction="index").model}
@@ -101,27 +102,21 @@ def prepare(net: nn.Module, x: Tensor, device: str, channels_last: bool) -> Call
     return run
 
 
-def measure(
-    masks: str,
-    batch: int,
-    pixels: int,
-    ready: dict[str, Callable[[], None]],
-    params: dict[str, int],
-    rounds: int,
-    device: str,
-) -> list[Row]:
-    """One sample a network and round, in turns; a sample is as many runs as take a twentieth of a second."""
+def measure(ready: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds, and times what `dense` took in the same round. A sample lasts a twentieth of a second at least."""
     repeats = max(1, round(0.05 / timed(ready["dense"], 3)))
-    samples: dict[str, list[float]] = {name: [] for name in ready}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ready}
     for _ in range(rounds):
-        for name, run in ready.items():
-            samples[name].append(timed(run, repeats))
-    rows = []
-    for name, times in samples.items():
-        ratios = [a / b for a, b in zip(times, samples["dense"], strict=True)]
-        low, _, high = quantiles(ratios, n=4)
-        rows.append(Row(masks, batch, pixels, name, params[name], 1e3 * median(times), median(ratios), low, high))
-    return rows
+        taken = {name: timed(run, repeats) for name, run in ready.items()}
+        for name, seconds in taken.items():
+            samples[name].append((seconds, seconds / taken["dense"]))
+    return samples
+
+
+def row(masks: str, batch: int, pixels: int, name: str, params: int, times: list[tuple[float, float]]) -> Row:
+    seconds, ratios = zip(*times, strict=True)
+    low, middle, high = quantiles(ratios, n=4)
+    return Row(masks, batch, pixels, name, params, 1e3 * median(seconds), middle, low, high)
 
 
 def timed(run: Callable[[], None], repeats: int) -> float:

@@ -234,6 +234,27 @@ def test_squeezing_again_composes() -> None:
     check(small, x)
 
 
+def test_constants_that_an_earlier_step_folded_are_not_rounded() -> None:
+    """The second convolution folds constants in the first step; in the next, the third one carries what came out."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.b(self.a(x))
+            return x + self.c(x)
+
+    net = Chain()
+    with torch.no_grad():
+        net.a.weight[4:] = 0
+        net.b.weight[4:, :4] = 0
+    small, report = sr.squeeze(net, torch.randn(1, 3, 7, 7), compaction="index")  # float32
+    assert small.a.out_channels == 4 and small.c.in_channels == 5
+    assert report.max_error is not None and report.max_error < 1e-14
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_dtypes_and_memory_formats(dtype: torch.dtype, channels_last: bool) -> None:
