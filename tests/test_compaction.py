@@ -194,6 +194,28 @@ def test_a_module_called_twice() -> None:
     check(net, args, compaction="index", golden={"b": PlacedLinear, "b.weight": (6, 8)})
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_model_that_is_one_layer(inplace: bool) -> None:
+    layer, x = nn.Linear(6, 12).double(), torch.randn(6, dtype=F64)
+    with torch.no_grad():
+        layer.weight[::2] = 0
+        layer.weight[:, 4:] = 0
+    want = layer(x).detach()
+    small, report = sr.squeeze(layer, x, compaction="index", inplace=inplace)
+    assert type(small) is PlacedLinear and (small is layer) == inplace and report.params_after == 6 * 4 + 12
+    close(small(x).detach(), want)
+
+
+def test_a_layer_with_two_names_and_a_hook() -> None:
+    net, seen = Stream(), []
+    net.again = net.c
+    net.c.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+    with torch.no_grad():
+        net.c.weight[3:9] = 0
+    small, _ = check(net, torch.randn(3, 6, dtype=F64), compaction="index")
+    assert type(small.c) is PlacedLinear and small.again is small.c and set(seen[:2]) == {(3, 12)}
+
+
 def test_layers_that_are_constant_altogether() -> None:
     """No width is ever 0."""
     net = Stream()
