@@ -33,7 +33,13 @@ _HANDS_ON = (Move, Pieces, Cat, Stack, Identity)
 class Analysis:
     """Everything known about one model. Rules read and extend it; `plan` and `rewrite` read it."""
 
-    def __init__(self, model: nn.Module, options: Collection[str], keep: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Collection[str],
+        keep: Collection[str] = (),
+        numbers: nn.Module | None = None,
+    ) -> None:
         self.model, self.options, self.keep = model, options, tuple(keep)
         self.labels = Labels()
         self.ops: list[Op] = []
@@ -50,7 +56,7 @@ class Analysis:
         self.cut: set[Op] = set()
         self.wanted: set[Op] = set()
         self.dead: dict[str, blocks.Replacement] = {}
-        self._tensors, self._canonical = _tensors(model)
+        self._tensors, self._canonical = _tensors(model if numbers is None else numbers)
         self._owned: dict[int, tuple[str, int]] = {}  # first label of a parameter's dimension -> whose they are
         self._read: tuple[Tensor, Tensor] | None = None
         self._rows: dict[Any, Tensor] = {}  # table -> the labels that stand for its rows
@@ -312,9 +318,11 @@ class Analysis:
                 return  # one may do for many: look again before marking another
 
 
-def analyse(model: nn.Module, traces: list[Trace], rules: str, keep: Collection[str]) -> Analysis:
-    """Facts of all traced calls, in one space of labels."""
-    ctx = Analysis(model, RULE_SETS[rules], keep)
+def analyse(
+    model: nn.Module, traces: list[Trace], rules: str, keep: Collection[str], numbers: nn.Module | None = None
+) -> Analysis:
+    """Facts of all traced calls, in one space of labels; `numbers` may be a more exact copy of the model."""
+    ctx = Analysis(model, RULE_SETS[rules], keep, numbers)
     for trace in traces:
         ctx.read(trace)
     return ctx

@@ -127,8 +127,8 @@ def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[Number]
     wishes: dict[Attribute, dict[str, list[Number]]] = {}
     for path in made:
         module = ctx.model.get_submodule(path)
-        if type(module).__module__.startswith("torch.nn."):
-            continue
+        if type(module).__module__.startswith(("torch.nn.", f"{__package__}.")):
+            continue  # they follow their parameters
         if registered(module) is not None:
             continue
         for attribute, value in vars(module).items():

@@ -67,6 +67,7 @@ class Plan:
     carried: dict[str, Carry] = field(default_factory=dict)  # weight -> columns that go into others
     replaced_values: dict[str, Tensor] = field(default_factory=dict)
     indices: dict[str, Tensor] = field(default_factory=dict)  # module -> input channels it gathers
+    placed: dict[str, Tensor] = field(default_factory=dict)  # module -> rows it computes, the others being constant
     groups: dict[str, int] = field(default_factory=dict)
     group_columns: dict[str, Tensor] = field(default_factory=dict)  # grouped weight -> columns that stay, by group
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> attributes that a rule sets
@@ -78,7 +79,7 @@ class Plan:
 
     @property
     def empty(self) -> bool:
-        return not (self.slices or self.dead)
+        return not (self.slices or self.placed or self.dead)
 
     # What rules say in `absorb`:
 

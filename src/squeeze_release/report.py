@@ -17,7 +17,7 @@ from .copies import hollow
 from .facts import Fact
 from .labels import Live
 from .masks import Counts, count
-from .modules import Constant, NarrowMultiheadAttention, Passthrough, Shift
+from .modules import PLACED, Constant, NarrowMultiheadAttention, Passthrough, Shift
 from .pieces import nonzero_columns, nonzero_rows
 from .plan import Plan
 from .rules.carriers import CARRIES
@@ -178,9 +178,12 @@ def _slices(plans: list[Plan]) -> dict[str, dict[int, Tensor]]:
     """What stayed after all steps, in indices of the original."""
     total: dict[str, dict[int, Tensor]] = {}
     for plan in plans:
-        for name, dims in plan.slices.items():
+        rows = {f"{path}.{name}".lstrip("."): {0: i} for path, i in plan.placed.items() for name in ("weight", "bias")}
+        for name, dims in [*plan.slices.items(), *rows.items()]:
             before = total.setdefault(name, {})
             before |= {dim: before[dim][index] if dim in before else index for dim, index in dims.items()}
+        for path in plan.placed:  # made anew, not sliced
+            total.pop(f"{path}.fill".lstrip("."), None)
     return total
 
 
@@ -208,7 +211,8 @@ def _width(module: nn.Module) -> str:
     weight = getattr(module, "weight", None)
     for one, other in (("in_features", "out_features"), ("in_channels", "out_channels")):
         if hasattr(module, one) and isinstance(weight, Tensor):
-            return f"{getattr(module, one)} -> {getattr(module, other)}"
+            width = f"{getattr(module, one)} -> {getattr(module, other)}"
+            return f"{width} of {len(module.place)}" if isinstance(module, tuple(PLACED.values())) else width  # type: ignore[arg-type]
     shapes = [f"{'x'.join(map(str, p.shape))}" for _, p in module.named_parameters(recurse=False)]
     kind = type(module).__name__
     return f"{kind} {shapes[0]}" if shapes else kind

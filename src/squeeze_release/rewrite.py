@@ -21,6 +21,7 @@ from .modules import (
     Shift,
     narrow_attention,
     with_index,
+    with_place,
 )
 from .norms import Norm
 from .plan import Carry, ConstantRows, Fold, Plan
@@ -163,6 +164,8 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
             setattr(model.get_submodule(path), attribute, value)
     for path, index in plan.indices.items():
         model = _swap(model, path, with_index(model.get_submodule(path), index))
+    for path, live in plan.placed.items():
+        model = _swap(model, path, with_place(model.get_submodule(path), live))
     for path, (norm, constants) in plan.norms.items():
         model = _swap(model, path, compensated(model.get_submodule(path), norm, constants))
     for path, heads in plan.heads.items():
@@ -179,16 +182,17 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
 def _leave_fast_path(module: nn.Module) -> None:
     """nn.TransformerEncoder's fast path reads the parameters of its layers without calling them."""
     if isinstance(module, nn.TransformerEncoderLayer):
-        if not all(type(norm) is nn.LayerNorm for norm in (module.norm1, module.norm2)):
+        plain = all(type(norm) is nn.LayerNorm for norm in (module.norm1, module.norm2))
+        if not plain or not all(type(linear) is nn.Linear for linear in (module.linear1, module.linear2)):
             module.activation_relu_or_gelu = 0
     elif isinstance(module, nn.TransformerEncoder):
-        plain = [
+        fast = [
             type(layer) is nn.TransformerEncoderLayer
             and type(layer.self_attn) is nn.MultiheadAttention
             and layer.activation_relu_or_gelu
             for layer in module.layers
         ]
-        module.use_nested_tensor = module.use_nested_tensor and all(plain)
+        module.use_nested_tensor = module.use_nested_tensor and all(fast)
 
 
 def refresh(module: nn.Module) -> None:

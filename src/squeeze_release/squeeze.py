@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,10 +10,12 @@ from torch import nn
 
 from . import bookkeeping
 from .analyse import RULE_SETS, analyse
+from .compaction import plan_compaction
 from .copies import borrow, copy_model, emptied
 from .errors import InputError
 from .follow import fit
 from .masks import bake_masks, check_finite
+from .plan import Plan
 from .report import Report, make_report, outline
 from .rewrite import carry_out, rewrite
 from .trace import as_calls, trace
@@ -39,6 +40,7 @@ def squeeze(
     verify: bool = True,
     keep: Sequence[str] = (),
     rules: str = "all",
+    compaction: str | None = None,
 ) -> Squeezed:
     """Remove every channel, head and block that does not matter, and prove that the function is the same.
 
@@ -50,6 +52,8 @@ def squeeze(
         verify: compare old and new in float64 (and raise `VerificationError` if they differ).
         keep: names of modules that must not change their widths.
         rules: "all", or one of the paper's rule sets "A", "AB", "paper".
+        compaction: "index" lets a Linear or Conv compute and read less than the width of a stream that cannot shrink:
+            it gathers its inputs and places its outputs by index. Fewer parameters, but index operations.
 
     >>> import torch, squeeze_release as sr
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -60,7 +64,7 @@ def squeeze(
     (2, 58, 16)
     """
     started = time.perf_counter()
-    _check_arguments(rules)
+    _check_arguments(rules, compaction)
     source = unwrap(model)
     keep = _check_keep(source, [keep] if isinstance(keep, str) else keep)
     frugal = inplace and not verify
@@ -70,27 +74,28 @@ def squeeze(
 
     calls, before = as_calls(example_inputs, kwargs), outline(masked)
     small, plans = masked, []
+    # The same steps in float64. Constants are read from it: in `small`, what earlier steps folded is rounded already.
+    exact = copy_model(masked).double() if verify else None
     first = traces = [trace(small, call) for call in calls]  # 1. trace
     while True:
-        facts = analyse(small, traces, rules, keep)  # 2. constants, forward
+        facts = analyse(small, traces, rules, keep, exact)  # 2. constants, forward
         facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
         fitted = fit(facts, calls)  # 3. liveness, backward  4. plan, and see that the code follows it
-        if fitted.saved <= 0:
+        step = fitted.plan if fitted.saved > 0 else plan_compaction(facts) if compaction else Plan()
+        if step.empty:
             break
-        # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
-        plans.append(fitted.plan)
-        traces = fitted.traces
         if frugal:  # 5. rewrite the modules
             emptied(masked)  # which gives back what it borrowed
-            small = carry_out(plans[-1:], source)
+            small = carry_out([step], source)
         else:
-            small = rewrite(borrow(small), fitted.plan)
+            small = rewrite(borrow(small), step)
+        exact = rewrite(exact, step) if exact is not None else None
+        # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
+        plans.append(step)
+        traces = fitted.traces if fitted.saved > 0 else [trace(small, call) for call in calls]
     if plans:
         bookkeeping.update(small, first, traces, calls)
-    proof = None
-    if verify:  # 6. old against new
-        exact = functools.reduce(rewrite, plans, copy_model(masked).double())
-        proof = compare(masked, small, calls, exact=exact)
+    proof = compare(masked, small, calls, exact=exact) if verify else None  # 6. old against new
     report = make_report(facts, fitted, plans, before, small, proof, time.perf_counter() - started)
     if inplace:
         small = carry_out([] if frugal else plans, source)
@@ -99,7 +104,14 @@ def squeeze(
     return Squeezed(small, report)
 
 
-def _check_arguments(rules: str) -> None:
+def _check_arguments(rules: str, compaction: str | None) -> None:
+    if compaction not in (None, "index"):
+        raise InputError(
+            f"compaction={compaction!r} is not a way of compacting",
+            where="squeeze(..., compaction=)",
+            consequence="nothing was changed",
+            remedy="use None or 'index'",
+        )
     if rules not in RULE_SETS:
         raise InputError(
             f"rules={rules!r} is not a rule set",
