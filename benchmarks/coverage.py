@@ -5,8 +5,8 @@
     python benchmarks/coverage.py one MODEL          one model in this process, with what stayed and why
     python benchmarks/coverage.py page CSV           docs/coverage.md from the rows
 
-Each model has a process of its own, with a limit on time and memory. Rows that are there already, of the same source and seed,
-are not computed again, so a run that was stopped goes on where it was.
+Each model has a process of its own, with a limit on time and memory. Rows that are there already, of the same source
+and seed, are not computed again, so a run that was stopped goes on where it was.
 
 status: exact         squeezed; old and new agree to 1e-10 in float64 on inputs that the library did not see
         refused       the library said why it does not squeeze this model
@@ -22,6 +22,8 @@ import copy
 import csv
 import fnmatch
 import hashlib
+import importlib.util
+import itertools
 import json
 import os
 import resource
@@ -41,6 +43,7 @@ sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
 
 TOLERANCE = 1e-10
 PAGE = ROOT / "docs" / "coverage.md"
+ZOO = str(Path(__file__).with_name("zoo.py"))
 
 
 @dataclass
@@ -75,7 +78,8 @@ class Row:
 def source() -> str:
     """A fingerprint of all code that a row depends on: rows of other code are computed again."""
     digest = hashlib.sha256()
-    files = [*sorted((ROOT / "src").rglob("*.py")), *(Path(__file__).parent / n for n in ("observe.py", "planter.py", "zoo.py"))]
+    mine = ("attentions", "leaves", "noise", "observe", "planter", "zoo")
+    files = [*sorted((ROOT / "src").rglob("*.py")), *(Path(__file__).with_name(f"{name}.py") for name in mine)]
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
@@ -138,25 +142,28 @@ def remaining(masks: dict[str, Any], slices: dict[str, dict[int, Any]], small: A
 
 
 def why(left: Counter[str], kept: Any) -> Counter[str]:
-    """Reasons, weighted by the planted entries that stayed in the modules they are given for."""
+    """Reasons, weighted by the planted entries that stayed where they are given for, or nearest to that."""
     reasons: Counter[str] = Counter()
-    given = {row.name for row in kept}
+    place: dict[str, str] = {}
     for parameter, count in left.items():
-        module = parameter.rpartition(".")[0]
-        mine = [row for row in kept if row.name == module]
-        total = sum(row.count for row in mine)
-        for row in mine:
+        shared = {row.name: _shared(row.name, parameter) for row in kept}
+        nearest = [row for row in kept if shared[row.name] == max(shared.values())]
+        total = sum(row.count for row in nearest)
+        for row in nearest:
             where, _, text = row.reason.partition(": ")
-            reasons[f"{text or where} [{where}]"] += count * row.count / total
-        if module not in given:
+            place.setdefault(text or where, where)
+            reasons[text or where] += round(count * row.count / total)
+        if not nearest:
             reasons["no reason given"] += count
-    grouped: Counter[str] = Counter()
-    example: dict[str, str] = {}
-    for reason, count in reasons.most_common():
-        text, _, where = reason.partition(" [")
-        example.setdefault(text, where.rstrip("]"))
-        grouped[text] += round(count)
-    return Counter({f"{text} ({example[text]})" if example[text] else text: n for text, n in grouped.items()})
+    return Counter({f"{text} ({place[text]})" if text in place else text: n for text, n in reasons.items()})
+
+
+def _shared(module: str, parameter: str) -> int:
+    """How many parts of their dotted names are the same, from the left."""
+    return sum(
+        1
+        for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(module.split("."), parameter.split("."), strict=False))
+    )
 
 
 def compare(old: Any, new: Any, call: Any) -> float:
@@ -182,10 +189,8 @@ def _line(text: str) -> str:
     return text if len(text) <= 240 else f"{text[:237]}..."
 
 
-def child(name: str, seed: int, result: str) -> None:
+def child(name: str, seed: int, result: str, zoo: str = ZOO) -> None:
     """The process of one model: the row goes to a file, as JSON."""
-    import zoo
-
     warnings.simplefilter("ignore")
     entry = next(entry for entry in entries(zoo) if entry.name == name)
     started = time.perf_counter()
@@ -208,14 +213,13 @@ def child(name: str, seed: int, result: str) -> None:
         print(json.dumps(asdict(row), indent=1))
 
 
-def entries(zoo: Any) -> list[Any]:
-    """The zoo, and for the tests of this script whatever models SQUEEZE_ZOO names."""
-    extra = os.environ.get("SQUEEZE_ZOO", "")
-    if not extra:
-        return list(zoo.ENTRIES)
-    namespace: dict[str, Any] = {"zoo": zoo}
-    exec(compile(Path(extra).read_text(), extra, "exec"), namespace)
-    return list(namespace["ENTRIES"])
+def entries(file: str) -> list[Any]:
+    """What a file like zoo.py lists."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return list(module.ENTRIES)
 
 
 def _last_place(error: Exception) -> str:
@@ -248,10 +252,16 @@ class Job:
     peak: int = 0
 
 
-def start(entry: Any, seed: int, folder: str, threads: int) -> Job:
+def start(entry: Any, args: argparse.Namespace, folder: str) -> Job:
     result = Path(folder) / f"{entry.library}-{entry.name}.json"
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [sys.executable, __file__, "one", entry.name, "--seed", str(seed), "--result", str(result)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(args.threads),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    options = ["--seed", str(args.seed), "--zoo", args.zoo, "--result", str(result)]
+    command = [sys.executable, __file__, "one", entry.name, *options]
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -313,11 +323,12 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import zoo
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    every = entries(zoo)
-    chosen = [e for e in every if not args.only or any(fnmatch.fnmatch(n, args.only) for n in (e.name, e.family, e.library))]
+    every = entries(args.zoo)
+    chosen = [
+        e for e in every if not args.only or any(fnmatch.fnmatch(n, args.only) for n in (e.name, e.family, e.library))
+    ]
     if args.list:
         for entry in chosen:
             print(f"{entry.library:13} {entry.family:28} {entry.name}")
@@ -325,7 +336,11 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     mark = source()
     known = {row.model: row for row in read_rows(out)}
-    waiting = [e for e in chosen if e.name not in known or (known[e.name].source, str(known[e.name].seed)) != (mark, str(args.seed))]
+    waiting = [
+        e
+        for e in chosen
+        if e.name not in known or (known[e.name].source, str(known[e.name].seed)) != (mark, str(args.seed))
+    ]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     running: list[Job] = []
     with tempfile.TemporaryDirectory() as folder, Progress(*columns) as progress:
@@ -333,7 +348,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             while waiting or running:
                 while waiting and len(running) < args.jobs:
-                    running.append(start(waiting.pop(0), args.seed, folder, args.threads))
+                    running.append(start(waiting.pop(0), args, folder))
                 progress.update(task, description=", ".join(job.entry.name for job in running)[:60])
                 time.sleep(0.2)
                 for job in running[:]:
@@ -368,10 +383,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--time-limit", type=float, default=1800.0, help="seconds a model")
     parser.add_argument("--memory-limit", type=int, default=16000, help="megabytes a model")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--zoo", default=ZOO, help="the file that lists the models as ENTRIES")
     parser.add_argument("--result", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.command == "one":
-        child(args.what, args.seed, args.result)
+        child(args.what, args.seed, args.result, args.zoo)
         return 0
     if args.command == "page":
         from coverage_page import page

@@ -1,20 +1,21 @@
 """Which entries of which parameters are dead, found by running the model; nothing here knows the analysis under test.
 
-A *leaf* is a module that mixes or normalises channels: Linear, convolution, norm, embedding. All code between leaves is glue.
-Three runs in float64, with saturating activations replaced by the identity (a ReLU that happens to be off is not dead):
+A *leaf* is a module that mixes or normalises channels: Linear, convolution, norm, embedding. All code between leaves is
+glue. Three runs in float64, with saturating activations replaced by the identity (a ReLU that happens to be off is not
+dead):
 
-    as it is    which channels are the same number at every sample and position, at the input and output of each leaf
-    cut         every leaf returns noise, so that gradients show what each leaf's output *directly* feeds. A channel is live
-                if it feeds a channel that some leaf reads and that is not constant, or an output of the model
+    as it is    which channels are one number at every sample and position, at the input and output of each leaf
+    cut         every leaf returns noise, so that gradients show what each leaf's output *directly* feeds. A channel is
+                live if it feeds a channel that some leaf reads and that is not constant, or an output of the model
     cut again   with other noise in live channels: an input channel that stays as it was is fed by dead channels only
 
-A layer norm may lose a constant input although its output then varies: two carriers speak for all constants. In the first
-run its output is therefore 0 there. That is right only if none but a Linear or convolution reads it (`writer_norms`).
+A layer norm may lose a constant input although its output then varies: two carriers speak for all constants. In the
+first run its output is therefore 0 there. That is right only if none but a Linear or convolution reads it, which
+`writer_norms` are not.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,14 +23,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from leaves import Leaf, leaves
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-_LAYER_NORM = re.compile(r"(Layer|RMS|Rms|Simple)Norm")
-_NOT_A_NORM = re.compile(r"Response|Evo|Frn|L2")
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
 _SAME, _ZERO = 1e-9, 1e-12
 
@@ -60,100 +60,6 @@ class _Smooth(Float64):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """A module that mixes or normalises channels. kind: affine, channelwise, norm, table, attention, recurrent."""
-
-    name: str
-    kind: str
-    module: nn.Module
-
-    @property
-    def transposed(self) -> bool:
-        return type(self.module).__name__ == "Conv1D" or bool(getattr(self.module, "transposed", False))
-
-    @property
-    def rows(self) -> int:
-        """The dimension of the weight that holds the outputs."""
-        return 1 if self.transposed or self.kind == "table" else 0
-
-    @property
-    def outputs(self) -> int:
-        if isinstance(self.module, nn.MultiheadAttention):
-            return self.module.embed_dim
-        return 0 if self.kind == "recurrent" else self.weight.size(self.rows)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.module.weight  # type: ignore[return-value]
-
-    @property
-    def groups(self) -> int:
-        return int(getattr(self.module, "groups", 1)) if isinstance(self.module, nn.modules.conv._ConvNd) else 1
-
-    def axis(self, x: Tensor) -> int:
-        if isinstance(self.module, nn.modules.conv._ConvNd):
-            return x.dim() - 1 - len(self.module.kernel_size)
-        if isinstance(self.module, nn.modules.batchnorm._BatchNorm | nn.GroupNorm) or "2d" in type(self.module).__name__:
-            return min(1, x.dim() - 1)
-        return x.dim() - 1
-
-    def zero_columns(self) -> Tensor:
-        """Inputs that no output reads."""
-        weight = self.weight.detach()
-        if self.groups > 1:
-            if self.transposed:
-                return torch.zeros(weight.size(0), dtype=torch.bool)
-            grouped = weight.flatten(2).abs().sum(2).view(self.groups, -1, weight.size(1))
-            return (grouped.sum(1) == 0).flatten()
-        return weight.transpose(0, 1 - self.rows).flatten(1).abs().sum(1) == 0 if weight.dim() > 1 else weight != weight
-
-    def columns(self, inputs: Tensor) -> Tensor:
-        """The entries of the weight that read these inputs."""
-        weight = self.weight
-        mask = torch.zeros(weight.shape, dtype=torch.bool)
-        if self.groups > 1 and not self.transposed:
-            per_group = inputs.view(self.groups, 1, -1).expand(-1, weight.size(0) // self.groups, -1).flatten(0, 1)
-            return mask | per_group.view(*per_group.shape, *[1] * (weight.dim() - 2))
-        mask.transpose(0, 1 - self.rows)[inputs] = True
-        return mask
-
-
-def leaves(model: nn.Module) -> dict[str, Leaf]:
-    found: dict[str, Leaf] = {}
-    inside: list[str] = []
-    for name, module in model.named_modules():
-        kind = _kind(module)
-        if kind and not any(name.startswith(f"{outer}.") for outer in inside):
-            found[name] = Leaf(name, kind, module)
-            if kind in ("attention", "recurrent"):
-                inside.append(name)
-    return found
-
-
-def _kind(module: nn.Module) -> str:
-    name = type(module).__name__
-    weight = getattr(module, "weight", None)
-    if isinstance(module, nn.MultiheadAttention):
-        return "attention"
-    if isinstance(module, nn.LSTM | nn.GRU):
-        return "recurrent"
-    if isinstance(module, nn.Embedding):
-        return "table"
-    if isinstance(module, nn.modules.conv._ConvNd):
-        channelwise = module.groups == module.in_channels and not module.transposed and module.groups > 1
-        return "channelwise" if channelwise else "affine" if not (module.transposed and module.groups > 1) else ""
-    if isinstance(module, nn.Linear) or name == "Conv1D":
-        return "affine"
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or _NOT_A_NORM.search(name):
-        return ""
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return "channelwise"
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) or _LAYER_NORM.search(name):
-        return "norm"
-    return ""
-
-
 @dataclass
 class Observation:
     """What the three runs showed, by leaf (vectors over its channels) or by parameter (tensors of its shape)."""
@@ -173,24 +79,22 @@ class Observation:
         return masks
 
     def _of_leaf(self, leaf: Leaf, dead: Tensor) -> dict[str, Tensor]:
-        constant, module = self.constant_in.get(leaf.name), leaf.module
+        inputs, module = self.dead_in.get(leaf.name), leaf.module
         if leaf.kind == "recurrent":
-            inputs = [name for name, _ in module.named_parameters() if name.startswith("weight_ih_l0")]
-            return {name: constant[None].expand(getattr(module, name).shape) for name in inputs}
+            names = [name for name, _ in module.named_parameters() if name.startswith("weight_ih_l0")]
+            return {name: inputs[None].expand(getattr(module, name).shape) for name in names}
         if leaf.kind == "attention":
             masks = {"out_proj.weight": dead[:, None].expand(module.out_proj.weight.shape), "out_proj.bias": dead}
             if module.in_proj_weight is not None:
-                masks["in_proj_weight"] = constant[None].expand(module.in_proj_weight.shape)
+                masks["in_proj_weight"] = inputs[None].expand(module.in_proj_weight.shape)
             return masks
-        if leaf.kind == "norm":
-            dead = dead & constant if not bool(dead.all()) else dead
+        if leaf.is_norm and not bool(dead.all()):
+            dead = dead & inputs  # as wide as what it reads
         shape = [1] * leaf.weight.dim()
         shape[leaf.rows] = -1
-        if leaf.groups > 1 and leaf.transposed:
-            return {}
         weight = dead.view(shape).expand(leaf.weight.shape).clone()
         if leaf.kind == "affine":
-            weight |= leaf.columns(self.dead_in[leaf.name])
+            weight |= leaf.columns(inputs)
         bias = getattr(module, "bias", None)
         return {"weight": weight, **({"bias": dead} if isinstance(bias, Tensor) else {})}
 
@@ -209,8 +113,12 @@ class _Calls:
 
 
 def observe(model: nn.Module, call: Call, writer_norms: set[str] | None = None) -> Observation:
-    """Three runs. Without `writer_norms` they are found first, by a cut run."""
-    model.eval()
+    """Three runs. Without `writer_norms` they are found on the way."""
+    with torch.enable_grad():
+        return _observe(model.eval(), call, writer_norms)
+
+
+def _observe(model: nn.Module, call: Call, writer_norms: set[str] | None) -> Observation:
     seen = Observation(leaves(model), writer_norms=writer_norms or set())
     calls = {name: _Calls() for name in seen.leaves}
     _run_as_it_is(model, call, seen, calls)
@@ -223,11 +131,9 @@ def observe(model: nn.Module, call: Call, writer_norms: set[str] | None = None) 
     _settle(seen, calls, outputs, free)
     _run_cut(model, call, seen, calls, again=True)
     for name, c in calls.items():
-        leaf = seen.leaves[name]
-        seen.dead_in[name] = seen.constant_in[name]
-        if leaf.kind == "affine":
+        if c.read:
             same = torch.stack([_unchanged(a, b) for a, b in zip(c.read, c.read_again, strict=True)]).all(0)
-            seen.dead_in[name] = seen.dead_in[name] | (leaf.zero_columns() & same)
+            seen.dead_in[name] = same & (seen.constant_in[name] | seen.leaves[name].unread())
     return seen
 
 
@@ -275,7 +181,7 @@ def _one_group(module: nn.Module) -> bool:
 def _run_cut(
     model: nn.Module, call: Call, seen: Observation, calls: dict[str, _Calls], again: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Every leaf returns noise, but its constants where it is constant. Returns a sum over the outputs, and free parameters."""
+    """Every leaf returns noise, but constants where it is constant. Returns a sum of the outputs, and free parameters."""
     count = dict.fromkeys(calls, 0)
 
     def cut(leaf: Leaf, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -292,7 +198,8 @@ def _run_cut(
                 if again:
                     live = seen.live_out[leaf.name].view(at)
                     made = torch.where(live, _noise(made.shape, f"{leaf.name} {number} other"), made)
-                made = torch.where(mine.constant_out[number].view(at), mine.value_out[number].view(at), made)
+                constant = mine.constant_out[number] & ~seen.live_out[leaf.name] if again else mine.constant_out[number]
+                made = torch.where(constant.view(at), mine.value_out[number].view(at), made)
             mine.made += [] if again else [made.requires_grad_()]
             made = made * 1.0  # the caller may write into it
             return (made, *original(*args, **kwargs)[1:]) if leaf.kind in ("attention", "recurrent") else made
@@ -303,9 +210,14 @@ def _run_cut(
     free = {name: p for name, p in model.named_parameters() if name not in owned and p.is_floating_point()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in free)
-    with _patched({seen.leaves[name].module: cut(seen.leaves[name], seen.leaves[name].module.forward) for name in calls}):
-        with _Smooth(), torch.enable_grad():
-            outputs = [t for t in tensors(model(*call[0], **call[1])) if t.requires_grad]
+    with (
+        _patched(
+            {seen.leaves[name].module: cut(seen.leaves[name], seen.leaves[name].module.forward) for name in calls}
+        ),
+        _Smooth(),
+        torch.enable_grad(),
+    ):
+        outputs = [t for t in tensors(model(*call[0], **call[1])) if t.requires_grad]
     return sum((_summed(t, 0, f"output {i}").sum() for i, t in enumerate(outputs)), torch.zeros(())), free
 
 
@@ -321,7 +233,7 @@ def _patched(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
 
 
 def _writer_norms(seen: Observation, calls: dict[str, _Calls], outputs: Tensor) -> set[str]:
-    """Norms whose output reaches another norm, a depthwise convolution or an output of the model without a layer between."""
+    """Norms whose output reaches a norm, a depthwise convolution or an output of the model with no layer between."""
     kinds = ("norm", "channelwise", "attention", "recurrent")
     loss = outputs + sum(y.sum() for name, c in calls.items() if seen.leaves[name].kind in kinds for y in c.read)
     norms = [(name, made) for name, c in calls.items() if seen.leaves[name].kind == "norm" for made in c.made]
@@ -359,7 +271,7 @@ def _settle(seen: Observation, calls: dict[str, _Calls], outputs: Tensor, free: 
 def _reads(seen: Observation, leaf: Leaf) -> Tensor:
     varies, live = ~seen.constant_in[leaf.name], seen.live_out[leaf.name]
     if leaf.kind == "affine":
-        return varies & ~leaf.zero_columns()
+        return varies & ~leaf.unread()
     if leaf.kind == "channelwise":
         return live.view(len(varies), -1).any(1)
     if leaf.kind == "norm":

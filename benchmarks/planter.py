@@ -1,4 +1,4 @@
-"""Dead units planted at random in any model, and how many parameters they hold. Knows nothing of the analysis under test.
+"""Dead units planted at random in any model, and the parameters they hold. Knows nothing of the analysis under test.
 
     plants = plant(model, call, seed)      # `model` now has dead channels, heads, dimensions and blocks
     plants.masks                           # parameter -> which of its entries belong to something dead
@@ -6,14 +6,14 @@
 The planter sees names, classes and shapes of modules. It
 
 - puts noise into norms, biases and statistics, so that no constant is 0 or 1 by accident;
-- kills, for every width C of the model, a quarter of the channels: rows of each Linear and convolution with C outputs, columns
-  of embeddings, entries of position embeddings. What is read at its own width dies as a whole stream; biases stay, so the
-  dead channel is a constant. Where a norm writes the stream its scale goes to 0; a norm that is only read keeps its scale in
-  every other model, so that the constants go through it;
+- kills, for every width C of the model, a quarter of the channels: rows of each Linear and convolution with C outputs,
+  columns of embeddings, entries of position embeddings. What is read at its own width dies as a whole stream; biases
+  stay, so the dead channel is a constant. Where a norm writes the stream its scale goes to 0; a norm that is only read
+  keeps its scale with every even seed, so that the constants go through it;
 - kills inputs on the reader's side, heads, the same v and qk dimensions in every head, and whole blocks.
 
-Much of that is not dead after all: a stream that one writer still feeds, a q that does not meet its k. `observe` runs the model,
-what is not dead is undone, and this is repeated until all that was planted is dead.
+Much of that is not dead after all: a stream that one writer still feeds, a q that does not meet its k. `observe` runs
+the model, what is not dead is undone, and this is repeated until all that was planted is dead.
 """
 
 from __future__ import annotations
@@ -23,24 +23,21 @@ import re
 from dataclasses import dataclass, field
 
 import torch
-from observe import Call, Leaf, Observation, hash_of, observe
+from attentions import PROJECTION, Attention, find_attentions
+from noise import add_noise, scale_at_rest
+from observe import Call, Observation, observe
 from torch import Tensor, nn
 
 SHARE = 0.25
 SMALLEST_WIDTH = 8
 ROUNDS = 10
 
-_Q = r"q|q_proj|query|q_lin|to_q|wq|q_bias"
-_K = r"k|k_proj|key|k_lin|to_k|wk"
-_V = r"v|v_proj|value|v_lin|to_v|wv"
-_PACKED = r"qkv|qkv_proj|Wqkv|c_attn|kv|kv_proj|to_qkv|qk|qv|attn_qkv"
-_PROJECTION = re.compile(rf"^({_Q}|{_K}|{_V}|{_PACKED})$")
-_OUT = ("proj", "out_proj", "o_proj", "c_proj", "out_lin", "to_out", "wo", "o", "dense", "projection")
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _LAST = re.compile(
     r"(^|\.)(proj|fc2|conv_pwl|out_proj|o_proj|down_proj|c_proj|lin2|out_lin|pwconv2|wo|o|output\.dense|w2|w3|conv3)$"
 )
-_INNER = re.compile(r"(fc1|conv1|conv_pw|conv_dw|w1|w12|gate_proj|up_proj|intermediate\.dense|lin1|c_fc|wi|fc_in|pwconv1)$")
+_INNER = re.compile(
+    r"(fc1|conv1|conv_pw|conv_dw|w1|w12|gate_proj|up_proj|intermediate\.dense|lin1|c_fc|wi|fc_in|pwconv1)$"
+)
 _TOKEN = re.compile(r"cls|class_emb|token|dist|reg", re.IGNORECASE)
 # Channel shuffle interleaves a fixed half with a new one: no set of stream channels is closed under that.
 _SHUFFLED = re.compile(r"shufflenet", re.IGNORECASE)
@@ -78,42 +75,6 @@ def plant(model: nn.Module, call: Call, seed: int) -> Plants:
     garden = Garden(model, base, generator, zero_read_norms=seed % 2 == 1)
     seen = garden.grow(call)
     return garden.harvest(base, seen)
-
-
-@torch.no_grad()
-def add_noise(model: nn.Module, generator: torch.Generator) -> None:
-    """No parameter or statistic is a single number any more."""
-
-    def normal(tensor: Tensor, size: float) -> None:
-        tensor.copy_(size * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
-
-    def uniform(tensor: Tensor, low: float, high: float) -> None:
-        tensor.copy_(low + (high - low) * torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype))
-
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        own = name.rpartition(".")[2]
-        if not tensor.is_floating_point() or tensor.numel() == 0:
-            continue
-        constant = bool((tensor == tensor.flatten()[0]).all())
-        is_parameter = isinstance(tensor, nn.Parameter)
-        if own == "running_mean":
-            normal(tensor, 0.3)
-        elif own == "running_var":
-            uniform(tensor, 0.5, 2.0)
-        elif own.endswith("bias") and tensor.dim() == 1 and is_parameter:
-            normal(tensor, 0.2)
-        elif constant and tensor.dim() <= 1 and is_parameter:
-            low = -0.5 if _scale_at_rest(model, name) == -1.0 else 0.5
-            uniform(tensor, low, low + 1.0)
-        elif constant and is_parameter:
-            fan_in = max(tensor[0].numel(), 1)
-            normal(tensor, fan_in**-0.5 if tensor.numel() > fan_in else 0.2)
-
-
-def _scale_at_rest(model: nn.Module, parameter: str) -> float:
-    """The weight that makes a norm's scale 0: Gemma multiplies by 1 + weight."""
-    kind = type(model.get_submodule(parameter.rpartition(".")[0])).__name__
-    return -1.0 if kind.startswith("Gemma") and "Norm" in kind and not kind.startswith("Gemma4") else 0.0
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -191,7 +152,7 @@ class Garden:
         for name, leaf in self.leaves.items():
             own = name.rpartition(".")[2]
             if leaf.kind in ("affine", "channelwise", "table") and leaf.weight.dim() > 1:
-                if not _PROJECTION.match(own) and leaf.outputs in self.dead and not (shuffled and leaf.kind == "affine"):
+                if not PROJECTION.match(own) and leaf.outputs in self.dead and not (shuffled and leaf.kind == "affine"):
                     self.rows[name] = self.dead[leaf.outputs].clone()
             elif name in self.zeroed_norms and leaf.outputs in self.dead:
                 self.scales[name] = self.dead[leaf.outputs].clone()
@@ -216,7 +177,9 @@ class Garden:
     def _along_width(self, tensor: Tensor, name: str = "") -> Tensor | None:
         """Entries of a position or class embedding that belong to dead channels."""
         for dim in (tensor.dim() - 1, 1):
-            if (tensor.dim() >= 2 or (tensor.dim() == 1 and dim == 0 and _TOKEN.search(name))) and tensor.size(dim) in self.dead:
+            if (tensor.dim() >= 2 or (tensor.dim() == 1 and dim == 0 and _TOKEN.search(name))) and tensor.size(
+                dim
+            ) in self.dead:
                 shape = [1] * tensor.dim()
                 shape[dim] = -1
                 return self.dead[tensor.size(dim)].view(shape).expand(tensor.shape).clone()
@@ -259,7 +222,12 @@ class Garden:
         return torch.zeros(size, dtype=torch.bool).index_fill(0, picked, True).repeat(heads)
 
     def _packed(
-        self, kind: str, found: Attention, zero: dict[str, Tensor], unread: dict[str, Tensor] | None = None, name: str = ""
+        self,
+        kind: str,
+        found: Attention,
+        zero: dict[str, Tensor],
+        unread: dict[str, Tensor] | None = None,
+        name: str = "",
     ) -> Group:
         """Rows of q, k and v as rows of the leaves that hold them: apart, packed by part, or packed by head."""
         options = [
@@ -272,8 +240,7 @@ class Garden:
             )
             for by_head in ((False, True) if found.packed else (False,))
         ]
-        for first, second in zip(options, options[1:], strict=False):
-            first.otherwise = second
+        options[0].otherwise = options[1] if found.packed else None
         return options[0]
 
     def _plant_multihead(self, found: Attention) -> None:
@@ -293,7 +260,7 @@ class Garden:
     def _plant_readers(self) -> None:
         outs = {found.out for found in find_attentions(self.model, self.leaves)}
         for name, leaf in self.leaves.items():
-            inputs = len(leaf.zero_columns()) if leaf.kind == "affine" else 0
+            inputs = leaf.inputs if leaf.kind == "affine" else 0
             chosen = float(torch.rand((), generator=self.generator)) < 0.5
             if inputs >= SMALLEST_WIDTH and name not in outs and chosen:
                 self.columns[name] = self.choose(inputs, SHARE / 2) & ~self.dead.get(inputs, torch.zeros(inputs).bool())
@@ -337,7 +304,7 @@ class Garden:
             for name in last:
                 self._weight(name).zero_()
         for name, scale in self.scales.items():
-            self._weight(name)[scale] = _scale_at_rest(self.model, f"{name}.weight")
+            self._weight(name)[scale] = scale_at_rest(self.model, f"{name}.weight")
         for name, mask in self.entries.items():
             tensors[name][mask] = 0
 
@@ -425,82 +392,3 @@ class Garden:
         kinds |= {"head"} if self.explicit else set()
         kinds |= {"block"} if self.blocks else set()
         return sorted(kinds)
-
-
-# ------------------------------------------------------------------------------------------------------------ attention
-
-
-@dataclass
-class Attention:
-    """The projections of one attention, by leaf."""
-
-    name: str
-    kind: str
-    heads: int
-    kv_heads: int
-    width: int  # of all heads together
-    q: str = ""
-    k: str = ""
-    v: str = ""
-    out: str = ""
-    normed: bool = False
-
-    @property
-    def packed(self) -> bool:
-        return self.v != "" and self.v in (self.q, self.k)
-
-    def place(self, rows: dict[str, Tensor], by_head: bool) -> dict[str, Tensor]:
-        """Rows of q, k or v, in the leaf that holds them."""
-        placed: dict[str, Tensor] = {}
-        for part, mask in rows.items():
-            leaf = getattr(self, part)
-            mates = [p for p in "qkv" if getattr(self, p) == leaf]
-            pieces = [mask if p == part else torch.zeros_like(mask) for p in mates]
-            if by_head:
-                heads = self.heads if len(mates) == 3 else self.kv_heads
-                whole = torch.stack([piece.view(heads, -1) for piece in pieces], 1).flatten()
-            else:
-                whole = torch.cat(pieces)
-            placed[leaf] = placed.get(leaf, torch.zeros_like(whole)) | whole
-        return placed
-
-
-def find_attentions(model: nn.Module, leaves: dict[str, Leaf]) -> list[Attention]:
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            found.append(Attention(name, "module", module.num_heads, module.num_heads, module.embed_dim))
-            continue
-        own = {n.rpartition(".")[2]: n for n in leaves if n.rpartition(".")[0] == name}
-        attention = _attention(name, module, own, leaves, getattr(model, "config", None))
-        if attention:
-            found.append(attention)
-    return found
-
-
-def _attention(
-    name: str, module: nn.Module, own: dict[str, str], leaves: dict[str, Leaf], config: object
-) -> Attention | None:
-    heads = next((int(getattr(module, a)) for a in _HEADS if isinstance(getattr(module, a, None), int)), 0)
-    settings = getattr(module, "config", config)
-    if not heads:
-        heads = next((int(getattr(settings, a)) for a in _HEADS if isinstance(getattr(settings, a, None), int)), 0)
-    parts = {}
-    for part, pattern in (("q", _Q), ("k", _K), ("v", _V)):
-        packed = rf"({_PACKED})"
-        exact = [n for o, n in own.items() if re.fullmatch(pattern, o)]
-        both = [n for o, n in own.items() if re.fullmatch(packed, o) and (part in o or o == "c_attn")]
-        parts[part] = (exact or both or [""])[0]
-    if not heads or not parts["v"]:
-        return None
-    beside = f"{name.rpartition('.')[0]}.output.dense"  # BERT
-    siblings = own if any(o in own for o in _OUT) else {"dense": beside if beside in leaves else ""}
-    out = next((siblings[o] for o in _OUT if siblings.get(o)), "")
-    sharing = [p for p in "qkv" if parts[p] == parts["v"]]
-    value_width, rest = divmod(leaves[parts["v"]].outputs, len(sharing))
-    width = len(leaves[out].zero_columns()) if out else value_width
-    if rest or width % heads or value_width % (width // heads):
-        return None
-    norms = [getattr(module, a, None) for a in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")]
-    normed = any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)
-    return Attention(name, "leaves", heads, value_width // (width // heads), width, **parts, out=out, normed=normed)

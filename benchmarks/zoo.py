@@ -1,8 +1,8 @@
 """The models of the coverage run: one of every timm family, of every torchvision family, and small transformers.
 
-A timm family is a file of `timm.models`; its model is the smallest that is not a test model, at the smallest input that it
-takes. Where even that has more than a hundred million parameters, depth and width are cut by timm's own arguments. Weights
-are random: nothing is downloaded.
+A timm family is a file of `timm.models`; its model is the smallest that is not a test model, at the smallest input
+that it takes. Where even that is large for its kind, depth and width are cut by timm's own arguments. Weights are
+random: nothing is downloaded.
 """
 
 from __future__ import annotations
