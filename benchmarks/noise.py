@@ -1,0 +1,42 @@
+"""Random numbers where an untrained model has zeros and ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def add_noise(model: nn.Module, generator: torch.Generator) -> None:
+    """No parameter or statistic is a single number any more."""
+
+    def normal(tensor: Tensor, size: float) -> None:
+        tensor.copy_(size * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
+
+    def uniform(tensor: Tensor, low: float, high: float) -> None:
+        tensor.copy_(low + (high - low) * torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype))
+
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        own = name.rpartition(".")[2]
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        constant = bool((tensor == tensor.flatten()[0]).all())
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if own == "running_mean":
+            normal(tensor, 0.3)
+        elif own == "running_var":
+            uniform(tensor, 0.5, 2.0)
+        elif own.endswith("bias") and tensor.dim() == 1 and is_parameter:
+            normal(tensor, 0.2)
+        elif constant and tensor.dim() <= 1 and is_parameter:
+            low = -0.5 if scale_at_rest(model, name) == -1.0 else 0.5
+            uniform(tensor, low, low + 1.0)
+        elif constant and is_parameter:
+            fan_in = max(tensor[0].numel(), 1)
+            normal(tensor, fan_in**-0.5 if tensor.numel() > fan_in else 0.2)
+
+
+def scale_at_rest(model: nn.Module, parameter: str) -> float:
+    """The weight that makes a norm's scale 0: Gemma multiplies by 1 + weight."""
+    kind = type(model.get_submodule(parameter.rpartition(".")[0])).__name__
+    return -1.0 if kind.startswith("Gemma") and "Norm" in kind and not kind.startswith("Gemma4") else 0.0

@@ -1,0 +1,394 @@
+"""Dead units planted at random in any model, and the parameters they hold. Knows nothing of the analysis under test.
+
+    plants = plant(model, call, seed)      # `model` now has dead channels, heads, dimensions and blocks
+    plants.masks                           # parameter -> which of its entries belong to something dead
+
+The planter sees names, classes and shapes of modules. It
+
+- puts noise into norms, biases and statistics, so that no constant is 0 or 1 by accident;
+- kills, for every width C of the model, a quarter of the channels: rows of each Linear and convolution with C outputs,
+  columns of embeddings, entries of position embeddings. What is read at its own width dies as a whole stream; biases
+  stay, so the dead channel is a constant. Where a norm writes the stream its scale goes to 0; a norm that is only read
+  keeps its scale with every even seed, so that the constants go through it;
+- kills inputs on the reader's side, heads, the same v and qk dimensions in every head, and whole blocks.
+
+Much of that is not dead after all: a stream that one writer still feeds, a q that does not meet its k. `observe` runs
+the model, what is not dead is undone, and this is repeated until all that was planted is dead.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+import torch
+from attentions import PROJECTION, Attention, find_attentions
+from noise import add_noise, scale_at_rest
+from observe import Call, Observation, observe
+from torch import Tensor, nn
+
+SHARE = 0.25
+SMALLEST_WIDTH = 8
+ROUNDS = 10
+
+_LAST = re.compile(
+    r"(^|\.)(proj|fc2|conv_pwl|out_proj|o_proj|down_proj|c_proj|lin2|out_lin|pwconv2|wo|o|output\.dense|w2|w3|conv3)$"
+)
+_INNER = re.compile(
+    r"(fc1|conv1|conv_pw|conv_dw|w1|w12|gate_proj|up_proj|intermediate\.dense|lin1|c_fc|wi|fc_in|pwconv1)$"
+)
+_TOKEN = re.compile(r"cls|class_emb|token|dist|reg", re.IGNORECASE)
+# Channel shuffle interleaves a fixed half with a new one: no set of stream channels is closed under that.
+_SHUFFLED = re.compile(r"shufflenet", re.IGNORECASE)
+
+
+@dataclass
+class Plants:
+    """What was planted, and what it holds."""
+
+    masks: dict[str, Tensor]
+    kinds: list[str]
+
+    @property
+    def count(self) -> int:
+        return sum(int(mask.sum()) for mask in self.masks.values())
+
+
+@dataclass
+class Group:
+    """Rows that are dead together or not at all. `unread` are the partners that must have become unread."""
+
+    kind: str
+    zero: dict[str, Tensor]
+    unread: dict[str, Tensor] = field(default_factory=dict)
+    bias_too: bool = False
+    otherwise: Group | None = None  # the same for another layout of a packed projection
+    with_: str = ""  # groups of one name stand and fall together
+
+
+def plant(model: nn.Module, call: Call, seed: int) -> Plants:
+    """Kill units of a float64 model in place."""
+    generator = torch.Generator().manual_seed(seed)
+    add_noise(model, generator)
+    base = observe(model, call)
+    garden = Garden(model, base, generator, zero_read_norms=seed % 2 == 1)
+    seen = garden.grow(call)
+    return garden.harvest(base, seen)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Made of blocks itself: a stage."""
+    lists = [list(m) for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
+    return any(type(m[0]) is type(m[-1]) and not type(m[0]).__module__.startswith("torch.nn.") for m in lists)
+
+
+class Garden:
+    """The plants of one model: what is zero now, by leaf or parameter, and the weights as they were."""
+
+    def __init__(self, model: nn.Module, base: Observation, generator: torch.Generator, zero_read_norms: bool) -> None:
+        self.model, self.leaves, self.generator = model, {n: base.leaves[n] for n in base.live_out}, generator
+        self.norms = {n for n in self.leaves if self.leaves[n].kind == "norm"}
+        self.zeroed_norms = {n for n in self.norms if zero_read_norms or n in base.writer_norms}
+        self.writer_norms = base.writer_norms
+        self.original = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        self.buffers = {name: tensor.detach().clone() for name, tensor in model.named_buffers()}
+        self.rows: dict[str, Tensor] = {}
+        self.columns: dict[str, Tensor] = {}
+        self.scales: dict[str, Tensor] = {}
+        self.entries: dict[str, Tensor] = {}
+        self.groups: list[Group] = []
+        self.blocks: dict[str, list[str]] = {}  # prefix -> leaves whose weight is 0
+        self.silent: set[str] = set()  # leaves whose dead rows have no bias either
+        self.explicit: dict[str, Tensor] = {}
+        self.chunks = self._chunks()
+        self.dead = {width: self.choose(width) for width in self._widths()}
+        self.alive_before = {n for n in self.leaves if bool(base.live_out[n].any())}
+        tokens = [p for n, p in self.original.items() if n in base.free_live and _TOKEN.search(n)]
+        self.token_widths = {p.size(-1) for p in tokens if p.dim()}
+        self._plant_channels(base)
+        self._silence(self.token_widths, only_patches=True)
+        self._plant_attention()
+        self._plant_readers()
+        self._plant_blocks()
+
+    # ------------------------------------------------------------------------------------------------- which channels
+
+    def _widths(self) -> set[int]:
+        return {
+            leaf.outputs
+            for name, leaf in self.leaves.items()
+            if leaf.kind in ("affine", "channelwise", "table") and leaf.outputs >= SMALLEST_WIDTH
+        }
+
+    def _chunks(self) -> dict[int, int]:
+        """Width -> pieces that lose equally many channels each: groups of convolutions and norms, halves of a gate."""
+        pieces: dict[int, int] = {}
+        for leaf in self.leaves.values():
+            groups = leaf.groups if leaf.kind == "affine" else int(getattr(leaf.module, "num_groups", 1))
+            for width in {leaf.outputs, int(getattr(leaf.module, "in_channels", leaf.outputs))}:
+                if groups > 1:
+                    pieces[width] = math.lcm(pieces.get(width, 1), groups)
+        return pieces
+
+    def choose(self, width: int, share: float = SHARE) -> Tensor:
+        """A random share of the channels, at the same places of every chunk, or whole chunks where these are narrow."""
+        chunks = self.chunks.get(width, 1)
+        if width % 16 == 0:
+            chunks = math.lcm(chunks, 4)
+        if width % chunks:
+            chunks = 1
+        inner = width // chunks
+        if inner >= 4:
+            picked = torch.randperm(inner, generator=self.generator)[: max(1, int(inner * share))]
+            return torch.zeros(chunks, inner, dtype=torch.bool).index_fill(1, picked, True).flatten()
+        picked = torch.randperm(chunks, generator=self.generator)[: max(1, int(chunks * share))]
+        return torch.zeros(chunks, inner, dtype=torch.bool).index_fill(0, picked, True).flatten()
+
+    # ---------------------------------------------------------------------------------------------------------- plant
+
+    def _plant_channels(self, base: Observation) -> None:
+        shuffled = _SHUFFLED.search(type(self.model).__name__) is not None
+        for name, leaf in self.leaves.items():
+            own = name.rpartition(".")[2]
+            if leaf.kind in ("affine", "channelwise", "table") and leaf.weight.dim() > 1:
+                if not PROJECTION.match(own) and leaf.outputs in self.dead and not (shuffled and leaf.kind == "affine"):
+                    self.rows[name] = self.dead[leaf.outputs].clone()
+            elif name in self.zeroed_norms and leaf.outputs in self.dead:
+                self.scales[name] = self.dead[leaf.outputs].clone()
+        for name in base.free_live:
+            mask = self._along_width(self.original[name], name)
+            if mask is not None:
+                self.entries[name] = mask
+        for name, buffer in self.buffers.items():
+            mask = self._along_width(buffer) if buffer.is_floating_point() and "pos" in name else None
+            if mask is not None:
+                self.entries[name] = mask
+
+    def _silence(self, widths: set[int], only_patches: bool = False) -> bool:
+        """A class token that joins the stream brings 0: what the others bring must be 0 as well. Whether this is news."""
+        before = len(self.silent)
+        for name, leaf in self.leaves.items():
+            patches = isinstance(leaf.module, nn.Conv2d) and leaf.module.stride == leaf.module.kernel_size != (1, 1)
+            if leaf.kind != "norm" and leaf.outputs in widths and (patches or not only_patches):
+                self.silent.add(name)
+        return len(self.silent) > before
+
+    def _along_width(self, tensor: Tensor, name: str = "") -> Tensor | None:
+        """Entries of a position or class embedding that belong to dead channels."""
+        for dim in (tensor.dim() - 1, 1):
+            if (tensor.dim() >= 2 or (tensor.dim() == 1 and dim == 0 and _TOKEN.search(name))) and tensor.size(
+                dim
+            ) in self.dead:
+                shape = [1] * tensor.dim()
+                shape[dim] = -1
+                return self.dead[tensor.size(dim)].view(shape).expand(tensor.shape).clone()
+        return None
+
+    def _plant_attention(self) -> None:
+        rotary = any(re.search("rope|rotary", name, re.I) for name, _ in self.model.named_modules())
+        rotary = rotary or any("inv_freq" in name for name, _ in self.model.named_buffers())
+        for number, found in enumerate(find_attentions(self.model, self.leaves)):
+            heads, kv_heads = found.heads, found.kv_heads
+            if found.kind == "module":
+                self._plant_multihead(found)
+                continue
+            size = found.width // heads
+            if found.out and kv_heads > 1:
+                head = int(torch.randint(kv_heads, (), generator=self.generator))
+                share = heads // kv_heads * size
+                columns = torch.zeros(found.width, dtype=torch.bool)
+                columns[head * share : (head + 1) * share] = True
+                if number % 2 and found.v:
+                    rows = torch.zeros(kv_heads * size, dtype=torch.bool)
+                    rows[head * size : (head + 1) * size] = True
+                    self.groups.append(self._packed("head", found, {"v": rows}))
+                else:
+                    self.columns[found.out] = columns
+            if rotary or found.normed or size < 8 or not found.v or not found.k:
+                continue
+            zero, partner = ("q", "k") if number % 2 else ("k", "q")
+            dims = self._head_dims(kv_heads, size)
+            both = {"q": self._head_dims(heads, size, dims), "k": dims}
+            name = f"{found.name} dims"
+            self.groups.append(self._packed("v", found, {"v": self._head_dims(kv_heads, size)}, name=name))
+            qk = self._packed("qk", found, {zero: both[zero]}, {partner: both[partner]}, name=name)
+            self.groups.append(qk)
+
+    def _head_dims(self, heads: int, size: int, like: Tensor | None = None) -> Tensor:
+        if like is not None:
+            return like.view(-1, size)[0].repeat(heads)
+        picked = torch.randperm(size, generator=self.generator)[: max(1, int(size * SHARE))]
+        return torch.zeros(size, dtype=torch.bool).index_fill(0, picked, True).repeat(heads)
+
+    def _packed(
+        self,
+        kind: str,
+        found: Attention,
+        zero: dict[str, Tensor],
+        unread: dict[str, Tensor] | None = None,
+        name: str = "",
+    ) -> Group:
+        """Rows of q, k and v as rows of the leaves that hold them: apart, packed by part, or packed by head."""
+        options = [
+            Group(
+                kind,
+                found.place(zero, by_head),
+                found.place(unread or {}, by_head),
+                bias_too="q" in zero,
+                with_=name if found.packed else "",
+            )
+            for by_head in ((False, True) if found.packed else (False,))
+        ]
+        options[0].otherwise = options[1] if found.packed else None
+        return options[0]
+
+    def _plant_multihead(self, found: Attention) -> None:
+        """nn.MultiheadAttention runs as one: what a head of it holds is known without looking."""
+        module = self.model.get_submodule(found.name)
+        assert isinstance(module, nn.MultiheadAttention)
+        width, size = module.embed_dim, module.head_dim
+        head = int(torch.randint(module.num_heads, (), generator=self.generator))
+        mine = torch.zeros(width, dtype=torch.bool)
+        mine[head * size : (head + 1) * size] = True
+        columns = mine[None].expand(width, width)
+        self.entries[f"{found.name}.out_proj.weight"] = self.explicit[f"{found.name}.out_proj.weight"] = columns.clone()
+        if module.in_proj_weight is not None:
+            self.explicit[f"{found.name}.in_proj_weight"] = mine.repeat(3)[:, None].expand(3 * width, width).clone()
+            self.explicit[f"{found.name}.in_proj_bias"] = mine.repeat(3)
+
+    def _plant_readers(self) -> None:
+        outs = {found.out for found in find_attentions(self.model, self.leaves)}
+        for name, leaf in self.leaves.items():
+            inputs = leaf.inputs if leaf.kind == "affine" else 0
+            chosen = float(torch.rand((), generator=self.generator)) < 0.5
+            if inputs >= SMALLEST_WIDTH and name not in outs and chosen:
+                self.columns[name] = self.choose(inputs, SHARE / 2) & ~self.dead.get(inputs, torch.zeros(inputs).bool())
+
+    def _plant_blocks(self) -> None:
+        for prefix, group in self.model.named_modules():
+            children = [(f"{prefix}.{n}" if prefix else n, c) for n, c in group.named_children()]
+            if not isinstance(group, nn.ModuleList | nn.Sequential) or len(children) < 3:
+                continue
+            alike = [n for n, c in children[1:] if type(c) is type(children[-1][1]) and not _is_stack(c)]
+            if not alike or type(children[-1][1]).__module__.startswith("torch.nn."):
+                continue
+            block = alike[int(torch.randint(len(alike), (), generator=self.generator))]
+            inside = [n for n in self.leaves if n.startswith(f"{block}.") and self.leaves[n].kind == "affine"]
+            last = [n for n in inside if _LAST.search(n)] or inside[-1:]
+            if last:
+                self.blocks[block] = last
+
+    # ----------------------------------------------------------------------------------------------- apply and undo
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """The original weights, with zeros where something is planted."""
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        for name, value in {**self.original, **{n: self.buffers[n] for n in self.entries if n in self.buffers}}.items():
+            tensors[name].copy_(value)
+        for name, rows in self.rows.items():
+            self._weight(name).movedim(self.leaves[name].rows, 0)[rows] = 0
+            bias = getattr(self.leaves[name].module, "bias", None)
+            if name in self.silent and isinstance(bias, Tensor):
+                bias[rows] = 0
+        for group in self.groups:
+            for name, rows in group.zero.items():
+                self._weight(name).movedim(self.leaves[name].rows, 0)[rows] = 0
+                bias = getattr(self.leaves[name].module, "bias", None)
+                if group.bias_too and isinstance(bias, Tensor):
+                    bias[rows] = 0
+        for name, columns in self.columns.items():
+            self._weight(name)[self.leaves[name].columns(columns)] = 0
+        for last in self.blocks.values():
+            for name in last:
+                self._weight(name).zero_()
+        for name, scale in self.scales.items():
+            self._weight(name)[scale] = scale_at_rest(self.model, f"{name}.weight")
+        for name, mask in self.entries.items():
+            tensors[name][mask] = 0
+
+    def _weight(self, name: str) -> Tensor:
+        return self.leaves[name].weight.detach()
+
+    def grow(self, call: Call) -> Observation:
+        for _ in range(ROUNDS):
+            self.apply()
+            seen = observe(self.model, call, self.writer_norms)
+            if not self._weed(seen):
+                break
+        return seen
+
+    def _weed(self, seen: Observation) -> bool:
+        """Undo what is not dead; whether anything was undone."""
+        bad_blocks = [block for block in self.blocks if self._killed_outside(block, seen)]
+        for block in bad_blocks:
+            del self.blocks[block]
+        if bad_blocks:
+            return True
+        live = {self.leaves[n].outputs for n, rows in self.rows.items() if bool((rows & seen.live_out[n]).any())}
+        if live & self.token_widths and self._silence(self.token_widths):
+            return True
+        changed = False
+        for kept, dead in (
+            (self.rows, {n: ~live for n, live in seen.live_out.items()}),
+            (self.columns, seen.dead_in),
+            (self.scales, seen.constant_in),
+            (self.entries, {n: ~live for n, live in seen.free_live.items()}),
+        ):
+            for name, mask in list(kept.items()):
+                if name in dead and bool((mask & ~dead[name]).any()):
+                    kept[name] = mask & dead[name]
+                    changed = True
+        failed = [g for g in self.groups if not self._is_dead(g, seen)]
+        names = {g.with_ for g in failed if g.with_ and g.otherwise is None}
+        for group in self.groups[:]:
+            if group in failed or group.with_ in names:
+                self.groups.remove(group)
+                self.groups += [group.otherwise] if group.otherwise and group.with_ not in names else []
+                changed = True
+        return changed
+
+    def _is_dead(self, group: Group, seen: Observation) -> bool:
+        rows = group.unread or group.zero
+        return not any(bool((seen.live_out[name] & mask).any()) for name, mask in rows.items())
+
+    def _killed_outside(self, block: str, seen: Observation) -> bool:
+        """A block that is not a residual branch takes the rest of the network with it."""
+        inside = tuple(f"{other}." for other in self.blocks)
+        others = [n for n in self.alive_before if not n.startswith(inside)]
+        return any(not bool(seen.live_out[n].any()) for n in others if n in seen.live_out)
+
+    # -------------------------------------------------------------------------------------------------------- harvest
+
+    def harvest(self, base: Observation, seen: Observation) -> Plants:
+        masks, before = seen.masks(), base.masks()
+        for group in self.groups:
+            for name, rows in group.zero.items():
+                leaf = self.leaves[name]
+                shape = [1] * leaf.weight.dim()
+                shape[leaf.rows] = -1
+                masks[f"{name}.weight"] = masks[f"{name}.weight"] | rows.view(shape)
+                if f"{name}.bias" in masks:
+                    masks[f"{name}.bias"] = masks[f"{name}.bias"] | rows
+        for name, mask in self.explicit.items():
+            masks[name] = masks.get(name, torch.zeros_like(mask)) | mask
+        masks = {name: mask & ~before[name] if name in before else mask for name, mask in masks.items()}
+        # tied parameters have one entry each, under the name that comes first
+        first = {id(p): name for name, p in reversed(list(self.model.named_parameters(remove_duplicate=False)))}
+        tied = {name: first[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
+        total: dict[str, Tensor] = {}
+        for name, mask in masks.items():
+            if name in tied and bool(mask.any()):
+                total[tied[name]] = total.get(tied[name], torch.zeros_like(mask)) | mask
+        return Plants(total, self._kinds())
+
+    def _kinds(self) -> list[str]:
+        alive = [name for name, rows in self.rows.items() if bool(rows.any())]
+        kinds = {"inner" if _INNER.search(name) else "stream" for name in alive}
+        kinds |= {group.kind for group in self.groups}
+        outs = {found.out for found in find_attentions(self.model, self.leaves)}
+        kinds |= {"head" if name in outs else "read" for name, columns in self.columns.items() if bool(columns.any())}
+        kinds |= {"head"} if self.explicit else set()
+        kinds |= {"block"} if self.blocks else set()
+        return sorted(kinds)
