@@ -176,11 +176,12 @@ class Analysis:
         return step <= 4
 
     def _callers(self, module: str) -> list[str]:
-        """The module whose code calls this one, and all others of its class."""
+        """The module whose code calls this one, and all of its class that are no deeper in the model: so it ends."""
         caller = self.model.get_submodule(module := module.rpartition(".")[0])
         while module and type(caller).__module__ == "torch.nn.modules.container":
             caller = self.model.get_submodule(module := module.rpartition(".")[0])
-        return [path for path, other in self.model.named_modules() if type(other) is type(caller)] if module else [""]
+        alike = (path for path, other in self.model.named_modules() if path and type(other) is type(caller))
+        return [path for path in alike if path.count(".") <= module.count(".")] if module else [""]
 
     def _around(self, module: str) -> Iterator[Fact]:
         """What the own code of a module reads and writes, and what comes into it."""
