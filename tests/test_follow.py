@@ -93,3 +93,26 @@ def test_the_caller_keeps_its_widths_and_the_rest_of_the_model_does_not():
     unread(net.head, 4)
     squeezed = check(net, rand(3, 4), golden={"twice.mix.out_features": 8, "a.out_features": 7, "head.in_features": 7})
     assert "twice" in reasons(squeezed.report)
+
+
+class Nested(nn.Module):
+    """A class that holds itself: going up from the inner one must end."""
+
+    def __init__(self, inner: nn.Module | None) -> None:
+        super().__init__()
+        self.inner, self.lin, self.back = inner, nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.lin(x if self.inner is None else self.inner(x)))
+        return x + self.back(y.reshape(x.size(0), 2, 3).flip(1).reshape(x.size(0), 6))
+
+
+def test_widths_in_the_code_of_a_class_that_holds_itself():
+    net = noisy(
+        nn.Sequential(nn.Linear(4, 6), Nested(Nested(Nested(None))), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 2))
+    )
+    for block in (net[1], net[1].inner, net[1].inner.inner):
+        dead(block.lin, 1, 4)
+        unread(block.back, 0, 3)
+    dead(net[2], 2)
+    check(net, rand(3, 4), golden={"1.lin.out_features": 6, "1.inner.inner.lin.out_features": 6, "2.out_features": 6})

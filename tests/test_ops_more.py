@@ -251,3 +251,15 @@ def test_recurrent_cell_stays():
     noisy(net)
     dead(net.a, 1)
     check(net, rand(2, 4), golden={"a.out_features": 6})
+
+
+@pytest.mark.parametrize(
+    "op, channels", [(nn.PixelShuffle(2), 4), (nn.GLU(1), 2), (nn.Fold((7, 5), 3), 9)], ids=["shuffle", "glu", "fold"]
+)
+def test_a_single_channel_is_left_alone(op, channels):
+    """One channel comes out: its width cannot shrink, whoever reads it."""
+    first = nn.Conv2d(3, channels, 1) if not isinstance(op, nn.Fold) else nn.Conv1d(3, channels, 1)
+    net = Net(lambda s, x: s.out(torch.tanh(op(s.a(x)))), a=first, out=nn.Conv2d(1, 2, 1))
+    noisy(net)
+    dead(net.a, *range(channels), bias=0.0)
+    check(net, rand(2, 3, 15) if isinstance(op, nn.Fold) else rand(2, 3, 4, 4), gradients=False)

@@ -97,9 +97,8 @@ def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, Number]]]
     A choice is made once for all modules of a class: this attribute follows the n-th of the widths that had its value.
     """
     wishes = _wishes(ctx, live)
-    ranges = [range(max(len(values) for values in places.values())) for places in wishes.values()]
-    every = itertools.islice(itertools.product(*ranges), 4096)
-    for picked in sorted(every, key=sum)[:_MOST_CHOICES]:
+    sizes = [max(len(values) for values in places.values()) for places in wishes.values()]
+    for picked in itertools.islice(_picks(sizes), _MOST_CHOICES):
         result: dict[str, dict[str, Number]] = {path: {**named} for path, named in named_attributes(ctx, live).items()}
         for (_, attribute, old), places, index in zip(wishes, wishes.values(), picked, strict=True):
             for path, values in places.items():
@@ -107,6 +106,15 @@ def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, Number]]]
                 if value != old:
                     result.setdefault(path, {})[attribute] = value
         yield result
+
+
+def _picks(sizes: list[int]) -> Iterator[list[int]]:
+    """Which option everyone takes: all of them their first, then one of them another, then two of them."""
+    for flips in range(len(sizes) + 1):
+        for which in itertools.combinations(range(len(sizes)), flips):
+            for others in itertools.product(*(range(1, sizes[i]) for i in which)):
+                other = dict(zip(which, others, strict=True))
+                yield [other.get(i, 0) for i in range(len(sizes))]
 
 
 def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[Number]]]:

@@ -58,11 +58,12 @@ def _let_less_go(ctx: Analysis, module: str, text: str) -> bool:
 
 
 def _callers(ctx: Analysis, module: str) -> list[str]:
-    """The module whose code calls this one, and all others of its class."""
+    """The module whose code calls this one, and all of its class that are no deeper in the model: so it ends."""
     caller = ctx.model.get_submodule(module := module.rpartition(".")[0])
     while module and type(caller).__module__ == "torch.nn.modules.container":
         caller = ctx.model.get_submodule(module := module.rpartition(".")[0])
-    return [path for path, other in ctx.model.named_modules() if type(other) is type(caller)] if module else [""]
+    alike = (path for path, other in ctx.model.named_modules() if path and type(other) is type(caller))
+    return [path for path in alike if path.count(".") <= module.count(".")] if module else [""]
 
 
 def _around(ctx: Analysis, module: str) -> Iterator[Fact]:

@@ -36,10 +36,9 @@ class Blocks(Rule):
                 ctx.pin(layer, op, "positions become channels here, or channels positions")
         return contracted(op, ctx, x, dim)
 
-    def result(self, x: Fact, out: Fact, dim: int, labels: Tensor | None, c: Tensor) -> Fact:
+    def result(self, op: Op, ctx: Analysis, x: Fact, out: Fact, dim: int, labels: Tensor | None, c: Tensor) -> Fact:
         layers = [_lead(layer, out, dim) for layer in passed_on(x, tuple(range(dim, len(x.shape))))]
-        if labels is not None:
-            layers.append(vector(labels, out.shape, dim))
+        layers += _channels(op, ctx, labels, out, dim)
         return Fact(out.shape, tuple(layers), vector(c, out.shape, dim))
 
 
@@ -61,7 +60,7 @@ class Spread(Blocks):
             c = torch.where(c == 0, c, torch.nan)
         if labels is not None:
             labels = labels.repeat_interleave(block)
-        return self.result(x, out, dim, labels, c.repeat_interleave(block))
+        return self.result(op, ctx, x, out, dim, labels, c.repeat_interleave(block))
 
 
 @rule("col2im", "pixel_shuffle")
@@ -83,7 +82,7 @@ class Gather(Blocks):
             table = labels.reshape(out.shape[dim], -1)
             ctx.labels.merge(*torch.broadcast_tensors(table[:, :1], table))
             labels = table[:, 0]
-        return self.result(x, out, dim, labels, torch.where(alike, c[:, 0], torch.nan))
+        return self.result(op, ctx, x, out, dim, labels, torch.where(alike, c[:, 0], torch.nan))
 
 
 @rule("channel_shuffle", "native_channel_shuffle")
@@ -118,9 +117,17 @@ class Glu(Rule):
         layers = [compact(layer).expand(out.shape) for layer in passed_on(x, (dim,))]
         if labels is not None:
             ctx.labels.merge(labels[:half], labels[half:])
-            layers.append(vector(labels[:half], out.shape, dim))
+            layers += _channels(op, ctx, labels[:half], out, dim)
         a, b = uniform(x.value, dim).split(half)
         return Fact(out.shape, tuple(layers), vector(torch.where(a == 0, 0.0, a * b.sigmoid()), out.shape, dim))
+
+
+def _channels(op: Op, ctx: Analysis, labels: Tensor | None, out: Fact, dim: int) -> list[Tensor]:
+    """The layer of an output whose channels have these labels."""
+    if labels is not None and len(labels) == 1:
+        ctx.pin(labels, op, "a width of 1 cannot shrink")
+        return []
+    return [vector(labels, out.shape, dim)] if labels is not None else []
 
 
 def _lead(layer: Tensor, out: Fact, dim: int) -> Tensor:
