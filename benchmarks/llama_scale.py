@@ -250,7 +250,7 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", default=["125M", "400M", "1B"], choices=SHAPES)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--tied", action="store_true", help="one table for embedding and output")
-    parser.add_argument("--out", type=Path, help="folder for llama_scale.csv")
+    parser.add_argument("--out", type=Path, help="folder for a CSV")
     parser.add_argument("--one", choices=SHAPES, help=argparse.SUPPRESS)  # the process of one size
     given = parser.parse_args()
     if given.one:
@@ -259,7 +259,7 @@ def main() -> int:
     rows = [_in_own_process(size, given.dtype, given.tied) for size in given.sizes]
     show(rows)
     if given.out:
-        write(rows, given.out)
+        write(rows, given.out / f"{given.dtype}{'-tied' if given.tied else ''}.csv")
     growth = rows[-1].cpu_per_million / rows[0].cpu_per_million
     most = max(row.memory for row in rows)
     print(f"most memory {most:.2f} models (bound {MOST_MEMORY}); time a parameter grows {growth:.2f}x ({MOST_GROWTH})")
@@ -289,10 +289,10 @@ def show(rows: list[Row]) -> None:
     Console(width=200).print(table)
 
 
-def write(rows: list[Row], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def write(rows: list[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     flat = [{key: value for key, value in asdict(row).items() if key != "steps"} | row.steps for row in rows]
-    with (folder / "llama_scale.csv").open("w", newline="") as file:
+    with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, flat[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(flat)
