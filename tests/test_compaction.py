@@ -7,10 +7,13 @@ import copy
 import pytest
 import torch
 from check import assert_same, check, close, noisy
+from hypothesis import HealthCheck, given, settings
+from networks import Case, cases
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import squeeze_release as sr
+from squeeze_release import compaction
 from squeeze_release.modules import (
     IndexedLinear,
     PlacedConv1d,
@@ -385,6 +388,19 @@ def test_placed_modules(layer: nn.Module, shape: tuple[int, ...], bias: bool) ->
     again.load_state_dict(with_index(narrow, columns).state_dict())
     close(again(x), layer(x))
     assert "placed among 9" in repr(again)
+
+
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_random_networks(case: Case) -> None:
+    """Indices cost nothing here, so that small networks are compacted too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compaction, "_INDEX_BYTES", 0)
+        small, report = sr.squeeze(case.model, case.inputs, compaction="index")
+        assert_same(case.model, small, (case.inputs,), {})
+        again = sr.squeeze(small, case.inputs, compaction="index")
+    assert again.report.params_after == report.params_after <= sr.squeeze(case.model, case.inputs).report.params_after
+    assert_same(case.model, sr.squeeze(small, case.inputs).model, (case.inputs,), {})
 
 
 def test_wrong_arguments() -> None:
