@@ -13,11 +13,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from .blocks import inside
+from .copies import hollow
 from .facts import Fact
 from .labels import Live
 from .masks import Counts, count
 from .modules import PLACED, Constant, NarrowMultiheadAttention, Passthrough, Shift
+from .pieces import nonzero_columns, nonzero_rows
 from .plan import Plan
+from .rules.carriers import CARRIES
 from .verify import Verification
 
 if TYPE_CHECKING:
@@ -59,6 +62,8 @@ class Report:
     kept: tuple[Kept, ...]
     verification: Verification | None
     seconds: float
+    carriers: int
+    """Channels that stay because they stand for others too: see `rules/carriers.py`."""
     slices: dict[str, dict[int, Tensor]]
     """Parameter -> dimension -> the indices that stayed, where some went."""
 
@@ -143,17 +148,30 @@ def _totals(report: Report) -> Table:
     return table
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What a report says of a model as it was, which may be gone by then."""
+
+    counts: Counts
+    model: nn.Module  # without weights
+
+
+def outline(model: nn.Module) -> Outline:
+    return Outline(count(model), hollow(model))
+
+
 def make_report(
     ctx: Analysis,
     last: Fit,
     plans: list[Plan],
-    old: nn.Module,
+    old: Outline,
     new: nn.Module,
     proof: Verification | None,
     seconds: float,
 ) -> Report:
     kept = _kept(ctx, last.live, last.plan)
-    return Report(count(old), count(new), _layers(old, new), kept, proof, seconds, _slices(plans))
+    carriers = sum(reason.text == CARRIES for reason in last.live.given_reasons())
+    return Report(old.counts, count(new), _layers(old.model, new), kept, proof, seconds, carriers, _slices(plans))
 
 
 def _slices(plans: list[Plan]) -> dict[str, dict[int, Tensor]]:
@@ -217,12 +235,7 @@ def _kept(ctx: Analysis, live: Live, plan: Plan) -> tuple[Kept, ...]:
             if labels is None or (weight, what) in seen or tensor.size(dim) != len(labels):
                 continue
             seen.add((weight, what))
-            others = [d for d in range(tensor.dim()) if d != dim]
-            zero = (
-                ~(tensor != 0).any(dim=others[0])
-                if len(others) == 1
-                else ~(tensor != 0).movedim(dim, 0).flatten(1).any(1)
-            )
+            zero = ~(nonzero_rows if dim == 0 else nonzero_columns)(tensor)
             for label in labels[zero & live[labels]].tolist():
                 found[op.module, what, str(live.reason(label))] += 1
     return tuple(Kept(name or "(model)", what, number, reason) for (name, what, reason), number in found.items())

@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from . import bookkeeping
 from .analyse import RULE_SETS, analyse
 from .compaction import plan_compaction
+from .copies import borrow, copy_model, emptied
 from .errors import InputError
 from .follow import fit
-from .masks import bake_masks, check_finite, copy_model
-from .report import Report, make_report
-from .rewrite import rewrite
+from .masks import bake_masks, check_finite
+from .plan import Plan
+from .report import Report, make_report, outline
+from .rewrite import carry_out, rewrite
 from .trace import as_calls, trace
 from .training import feeds_training_branches
 from .unwrap import unwrap
@@ -44,7 +47,8 @@ def squeeze(
     Args:
         model: any module; zeros may be plain, or masks of `torch.nn.utils.prune` or of a parametrization.
         example_inputs: a tensor, a tuple of arguments, or a list of such calls; `kwargs` go with each of them.
-        inplace: change `model` itself. By default it is left untouched.
+        inplace: change `model` itself. By default it is left untouched. With `verify=False` no copy is made either: all
+            is planned and tried without weights first, then one tensor after the other is replaced.
         verify: compare old and new in float64 (and raise `VerificationError` if they differ).
         keep: names of modules that must not change their widths.
         rules: "all", or one of the paper's rule sets "A", "AB", "paper".
@@ -63,39 +67,41 @@ def squeeze(
     _check_arguments(rules, compaction)
     source = unwrap(model)
     keep = _check_keep(source, [keep] if isinstance(keep, str) else keep)
-    masked = copy_model(source)
+    frugal = inplace and not verify
+    masked = borrow(source) if frugal else copy_model(source)
     bake_masks(masked)
     check_finite(masked)
 
-    calls = as_calls(example_inputs, kwargs)
+    calls, before = as_calls(example_inputs, kwargs), outline(masked)
     small, plans = masked, []
     # The same steps in float64. Constants are read from it: in `small`, what earlier steps folded is rounded already.
     exact = copy_model(masked).double() if verify else None
-    traces = [trace(small, call) for call in calls]  # 1. trace
+    first = traces = [trace(small, call) for call in calls]  # 1. trace
     while True:
         facts = analyse(small, traces, rules, keep, exact)  # 2. constants, forward
         facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
-        fitted = fit(facts, calls)  # 3. liveness, backward  4. plan  5. rewrite a copy of the modules
-        if _size(fitted.model) < _size(small):
-            # What is left may show more: a block may be dead once a channel is gone. Mostly there is nothing.
-            step, small, traces = fitted.plan, fitted.model, fitted.traces
-        elif compaction is not None and not (step := plan_compaction(facts)).empty:
-            small = rewrite(copy_model(small), step)
-            traces = [trace(small, call) for call in calls]
-        else:
+        fitted = fit(facts, calls)  # 3. liveness, backward  4. plan, and see that the code follows it
+        step = fitted.plan if fitted.saved > 0 else plan_compaction(facts) if compaction else Plan()
+        if step.empty:
             break
-        plans.append(step)
+        if frugal:  # 5. rewrite the modules
+            emptied(masked)  # which gives back what it borrowed
+            small = carry_out([step], source)
+        else:
+            small = rewrite(borrow(small), step)
         exact = rewrite(exact, step) if exact is not None else None
+        # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
+        plans.append(step)
+        traces = fitted.traces if fitted.saved > 0 else [trace(small, call) for call in calls]
+    if plans:
+        bookkeeping.update(small, first, traces, calls)
     proof = compare(masked, small, calls, exact=exact) if verify else None  # 6. old against new
-    report = make_report(facts, fitted, plans, masked, small, proof, time.perf_counter() - started)
+    report = make_report(facts, fitted, plans, before, small, proof, time.perf_counter() - started)
     if inplace:
-        source.__class__, source.__dict__ = small.__class__, small.__dict__
-        small = source
+        small = carry_out([] if frugal else plans, source)
+        if plans and not frugal:
+            bookkeeping.update(small, first, traces, calls)
     return Squeezed(small, report)
-
-
-def _size(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _check_arguments(rules: str, compaction: str | None) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from .einsum import EinsumAsMatmul
 from .errors import ExportError, InputError, SqueezeError
 from .norms import as_one_op
 from .verify import Call
@@ -117,9 +118,11 @@ def trace(model: nn.Module, call: Call) -> Trace:
 
 @contextmanager
 def traceable(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, norms as single ops, fused attention where a module has the choice; undone after."""
+    """Eval mode, no gradients, norms and einsums as ops with rules, fused attention if one can choose; undone after."""
     with ExitStack() as undo:
         undo.enter_context(torch.no_grad())
+        undo.enter_context(EinsumAsMatmul())
+        undo.enter_context(_without_autocast())
         for module in model.modules():
             undo.callback(setattr, module, "training", module.training)
             if getattr(module, "fused_attn", None) is False:
@@ -131,6 +134,18 @@ def traceable(model: nn.Module) -> Iterator[None]:
         undo.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
         yield
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """torch.export hides what a forward does under `torch.autocast` in a graph of its own; channels do not care."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]
+    torch.autocast.__exit__ = lambda self, *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 def _probe(model: nn.Module, call: Call) -> dict[str, ModuleCall]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .masks import copy_model
+from .copies import borrow
 from .trace import Trace
 from .verify import Call
 
@@ -20,9 +20,9 @@ def feeds_training_branches(model: nn.Module, call: Call, traces: list[Trace]) -
         for name, module in model.named_modules()
         if any(True for _ in module.parameters()) and not any(trace.calls[name].count for trace in traces)
     }
-    if not idle:
-        return []
-    copy = copy_model(model).train()
+    if not any(True for name in idle for _ in model.get_submodule(name).parameters(recurse=False)):
+        return []  # a mere container, nn.ModuleList for one, is never called
+    copy = borrow(model).train()
     writers: dict[int, tuple[str, Tensor]] = {}  # the tensor is held, so that its id stays its own
     found: list[str | tuple[int, ...]] = []
 

@@ -1,6 +1,6 @@
 """The modules that may stand in for the user's own: everything else in a squeezed model keeps its class.
 
-CompensatedLayerNorm          LayerNorm over the kept channels, exact for the full width
+CompensatedLayerNorm, ~RMS..  a norm over the kept channels, exact for the full width
 IndexedLinear, IndexedConv    gather their inputs first, so that the writer may stay wider than the reader
 PlacedLinear, PlacedConv      compute some of their outputs and place them among constants (compaction="index")
 Shift, Constant, Passthrough  a block that adds a constant, one that is a constant, one that does nothing
@@ -24,12 +24,14 @@ from .indexed import (
 )
 from .layer_norm import CompensatedLayerNorm
 from .multihead import NarrowMultiheadAttention, narrow_attention
+from .rms_norm import CompensatedRMSNorm
 from .standins import Constant, Passthrough, Shift
 
 __all__ = [
     "INDEXED",
     "PLACED",
     "CompensatedLayerNorm",
+    "CompensatedRMSNorm",
     "Constant",
     "IndexedConv1d",
     "IndexedConv2d",
