@@ -53,11 +53,23 @@ def plant(net: nn.Module, aligned: bool, dead: float = 0.5) -> dict[nn.Module, T
     return alive
 
 
+def needs_carrier(masks: list[Tensor], stage: int) -> bool:
+    """Whether a padded reader of a stream sees no constant but in channels that nobody ever writes.
+
+    Where it sees a constant in a channel that is written later on, that one will do. The last stage is read by no
+    padded convolution at its end, the first one by one after its first writer; all are read after the second writer.
+    """
+    written = [masks[0], masks[0] | masks[1], masks[0] | masks[1] | masks[2]]
+    readers = written[0 if stage == 1 else 1 : 2 if stage == 4 else 3]
+    return any(not bool((~here & written[2]).any()) for here in readers)
+
+
 def dense_size(net: nn.Module, alive: dict[nn.Module, Tensor], carrier: int) -> int:
     """Union of the living writers, and living filters inside, plus carriers; biases that folding creates left out."""
     total, read = 0, 3
     for i, stream in enumerate(writers(net), 1):
-        width = int(torch.stack([alive[conv] for conv in stream]).any(0).sum()) + carrier
+        masks = [alive[conv] for conv in stream]
+        width = int(torch.stack(masks).any(0).sum()) + carrier * needs_carrier(masks, i)
         if i == 1:
             total += read * width * 49 + 2 * width
             read = width
