@@ -86,7 +86,7 @@ def fit(ctx: Analysis, calls: list[Call]) -> Fit:
 
 
 def _alike(ctx: Analysis, live: Live, module: str) -> list[str]:
-    """Other modules of the same class whose heads shrink in the same way: the same code will not follow there either."""
+    """Other modules of the same class whose heads shrink in the same way: the same code will not follow there."""
     if ctx.refused.get(module, 0) > 1:
         return []
     sizes: dict[str, list[tuple[int, ...]]] = {}
@@ -132,8 +132,8 @@ def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[Number]
                 for fact in facts:
                     for old, new in zip(fact.shape, widths(fact, live), strict=True):
                         seen.setdefault(op.module, {}).setdefault(old, []).append(new)
-        if isinstance(rule_of(op), Attention):  # other paths of the same code repeat each key head so often
-            for old, new in rule_of(op).repeats(op, live):
+        if isinstance(attention := rule_of(op), Attention):  # another path of the code repeats each key head so often
+            for old, new in attention.repeats(op, live):
                 made.setdefault(op.module, {}).setdefault(old, []).append(new)
                 read.setdefault(op.module, {})
     wishes: dict[Attribute, dict[str, list[Number]]] = {}
@@ -231,25 +231,27 @@ def _copies_once(by_node: dict[fx.Node, Op], live: Live) -> set[fx.Node]:
     idle: set[fx.Node] = set()
     for node, op in by_node.items():
         copies = op.memo.get("copies")
-        if not copies or any(int(live[labels].sum()) != 1 for labels in copies):
-            continue
-        chain = [node]
-        while isinstance(first := chain[0].args[0], fx.Node) and _unsqueezes(first) and len(first.users) == 1:
-            chain.insert(0, first)
-        source = by_node.get(chain[0].args[0])  # type: ignore[arg-type]
-        want = widths(source.out, live) if source is not None and isinstance(source.out, Fact) else None
-        while (last := by_node[chain[-1]].out) is not None and len(chain[-1].users) == 1:
-            if isinstance(last, Fact) and widths(last, live) == want:
-                idle |= set(chain)
-                break
-            (user,) = chain[-1].users
-            if user not in by_node or not isinstance(rule_of(by_node[user]), (Move, Identity)):
-                break
-            chain.append(user)
-        else:
-            if isinstance(last, Fact) and widths(last, live) == want:
-                idle |= set(chain)
+        if copies and all(int(live[labels].sum()) == 1 for labels in copies):
+            idle |= _round_trip(node, by_node, live)
     return idle
+
+
+def _round_trip(node: fx.Node, by_node: dict[fx.Node, Op], live: Live) -> set[fx.Node]:
+    """The shape ops around a node, from one tensor to the next with the same shape; nothing where there is none."""
+
+    def shape(at: Any) -> tuple[int, ...] | None:
+        out = by_node[at].out if at in by_node else None
+        return widths(out, live) if isinstance(out, Fact) else None
+
+    chain = [node]
+    while isinstance(first := chain[0].args[0], fx.Node) and _unsqueezes(first) and len(first.users) == 1:
+        chain.insert(0, first)
+    while shape(chain[-1]) != shape(chain[0].args[0]):
+        (user, *others) = chain[-1].users or (node,)
+        if others or user is node or user not in by_node or not isinstance(rule_of(by_node[user]), (Move, Identity)):
+            return set()
+        chain.append(user)
+    return set(chain)
 
 
 def _unsqueezes(node: fx.Node) -> bool:

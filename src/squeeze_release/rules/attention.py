@@ -180,7 +180,9 @@ class Attention(Contraction):
         live.mark(qk[alive[:, None] & ~free], op.where, "enters the scores of a head that stays")
 
     def _can_scale(self, op: Op, ctx: Analysis) -> bool:
-        """Whether q comes straight from a Linear and nobody else reads those rows."""
+        """Whether q comes straight from a Linear that nobody else reads, or a stand-in has a scale of its own."""
+        if isinstance(ctx.model.get_submodule(op.module), nn.MultiheadAttention):
+            return True
         if "can_scale" not in op.memo:
             rows = op.given["query"].along(-1)
             op.memo["can_scale"] = bool(rows) and _only_reader(op, ctx, compact(rows[0]).unique())
