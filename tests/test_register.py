@@ -101,5 +101,5 @@ def test_key_heads_have_a_name_of_their_own() -> None:
 
 @pytest.mark.parametrize("wrong", [lambda: sr.register_attention(Own), lambda: sr.register_attention(int, heads="h")])
 def test_nothing_to_register_is_an_error(wrong: object) -> None:
-    with pytest.raises(sr.InputError, match="needs a subclass of nn\.Module and at least one name"):
+    with pytest.raises(sr.InputError, match=r"needs a subclass of nn\.Module and at least one name"):
         wrong()

@@ -201,6 +201,34 @@ def test_swin_loses_a_head_and_its_column_of_relative_positions() -> None:
     )
 
 
+def test_swin_is_left_with_one_head() -> None:
+    """What is laid out anew in memory depends on the number of heads, and matters to nobody."""
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=2, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4
+    )
+    model = rough(transformers.SwinModel(config))
+    kill_heads(model.encoder.layers[0].blocks[0].attention.o_proj, 0)
+    check(model, image(), again=False, golden={"encoder.layers.0.blocks.0.attention.q_proj.out_features": 8})
+
+
+def test_t5_cross_attention_loses_a_head() -> None:
+    """Its bias is zeros, one for each head, made in the forward."""
+    model = rough(of("T5Model", "T5Config", **T5, num_decoder_layers=1, use_cache=False)())
+    kill_heads(model.decoder.block[0].layer[1].EncDecAttention.o, 3)
+    attention = "decoder.block.0.layer.1.EncDecAttention"
+    check(
+        model,
+        ids(),
+        {"decoder_input_ids": ids()},
+        again=False,
+        golden={
+            f"{attention}.k.out_features": 24,
+            f"{attention}.n_heads": 3,
+            "decoder.block.0.layer.0.SelfAttention.n_heads": 4,
+        },
+    )
+
+
 def test_heads_that_share_a_table_of_relative_positions_go_together() -> None:
     """T5 computes it in the first block and hands it on."""
     model = rough(of("T5EncoderModel", "T5Config", **{**T5, "num_layers": 2})())

@@ -25,6 +25,7 @@ from .register import named_attributes, registered
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
 from .rules.attention import Attention
+from .rules.create import Fill
 from .rules.elementwise import Combine, Identity, Unary
 from .rules.groupnorm import GroupNorm
 from .rules.shape import Move, Pieces
@@ -276,12 +277,16 @@ def _shapes(output: fx.Node) -> list[tuple[int, ...]]:
 
 
 def _plain(trace: Trace, plan: Plan) -> list[fx.Node]:
-    """The ops outside the modules that were swapped for others."""
+    """The ops outside the modules that were swapped for others, and without those that only touch memory.
+
+    Whether a tensor is laid out anew may depend on its widths: one head is contiguous as it is.
+    """
     swapped = {**plan.dead, **dict.fromkeys(plan.heads), **dict.fromkeys(plan.indices)}
     return [
         node
         for node in trace.nodes
         if node.op == "call_function"
+        and not str(node.target).startswith(("aten.contiguous.", "aten.clone."))
         and not set(trace.paths[node]) & set(swapped)
         and trace.module_of(node) not in swapped
     ]
@@ -297,7 +302,7 @@ def _numbers(node: fx.Node, trace: Trace, rescaled: tuple[float, float] | None =
     """What an op computes with beside its tensors: floats, for elementwise ops ints, and tensors made in the code."""
     if "squeeze_release" in str(node.target):  # statistics of a norm change on purpose
         return []
-    kinds = (int, float) if isinstance(RULES.get(node.target), (Combine, Unary)) else (float,)
+    kinds = (int, float) if isinstance(RULES.get(node.target), (Combine, Fill, Unary)) else (float,)
     numbers: list[object] = []
     for a in (*node.args, *node.kwargs.values()):
         if isinstance(a, fx.Node) and a.name in trace.constants:

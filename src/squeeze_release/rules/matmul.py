@@ -13,7 +13,7 @@ from ..modules import NarrowMultiheadAttention
 from .attention import Contraction
 from .base import RULES, Facts, Op, blank, rule
 from .elementwise import Identity, _join, combine_layers
-from .grouped import whole_rows
+from .grouped import head_sizes, whole_rows
 from .pool import keep_uniform
 
 if TYPE_CHECKING:
@@ -53,7 +53,11 @@ class Matmul(Contraction):
             if table is None:
                 layers = self._fixed(op, ctx, a, b, shape)
             elif heads is not None:
-                layers = [_at_heads(heads, a, b, shape)]
+                sizes = head_sizes([a, b], shape, len(heads))
+                if sizes is None:
+                    ctx.pin(heads, op, "heads that are nowhere to be seen in the result")
+                else:
+                    layers = [heads.reshape(*sizes, 1, 1).expand(shape)]
         self._pin_batch(op, ctx, a, b)
         for fact in (a, b):
             for layer in fact.layers:
@@ -141,13 +145,6 @@ class AddedProduct(Matmul):
 def _laid(layer: Tensor, shape: tuple[int, ...]) -> Tensor:
     small = compact(layer)
     return small.reshape((1,) * (len(shape) - small.dim()) + small.shape).expand(shape)
-
-
-def _at_heads(heads: Tensor, a: Fact, b: Fact, shape: tuple[int, ...]) -> Tensor:
-    """Head labels as a layer of the result: its batch dimensions are those of the operand that has all heads."""
-    places = [[d - layer.dim() for d in varying(layer) if d < layer.dim() - 2] for f in (a, b) for layer in f.layers]
-    place = max(places, key=len)
-    return heads.reshape([shape[d] if d - len(shape) in place else 1 for d in range(len(shape))]).expand(shape)
 
 
 def goes_into_softmax(op: Op) -> bool:
