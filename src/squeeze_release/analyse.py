@@ -118,7 +118,8 @@ class Analysis:
         key = _key(table)
         if outer is None:  # the same rows have the same labels wherever they turn up
             if key not in self._rows:
-                self._rows[key] = self.labels.fresh(len(table))
+                _, place = torch.unique(table, dim=0, return_inverse=True)  # a head stands there once for every sample
+                self._rows[key] = self.labels.fresh(int(place.max()) + 1)[place]
             outer = self._rows[key]
         known = (op.module, ragged, rigid, key, _key(outer), _key(inner))
         if known not in self._laid_out:

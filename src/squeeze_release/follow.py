@@ -28,6 +28,7 @@ from .register import named_attributes, registered
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
 from .rules.attention import Attention
+from .rules.create import Fill
 from .rules.elementwise import Combine, Identity, Unary
 from .rules.groupnorm import GroupNorm
 from .rules.shape import Move, Pieces
@@ -227,25 +228,27 @@ def _copies_once(by_node: dict[fx.Node, Op], live: Live) -> set[fx.Node]:
     idle: set[fx.Node] = set()
     for node, op in by_node.items():
         copies = op.memo.get("copies")
-        if not copies or any(int(live[labels].sum()) != 1 for labels in copies):
-            continue
-        chain = [node]
-        while isinstance(first := chain[0].args[0], fx.Node) and _unsqueezes(first) and len(first.users) == 1:
-            chain.insert(0, first)
-        source = by_node.get(chain[0].args[0])  # type: ignore[arg-type]
-        want = widths(source.out, live) if source is not None and isinstance(source.out, Fact) else None
-        while (last := by_node[chain[-1]].out) is not None and len(chain[-1].users) == 1:
-            if isinstance(last, Fact) and widths(last, live) == want:
-                idle |= set(chain)
-                break
-            (user,) = chain[-1].users
-            if user not in by_node or not isinstance(rule_of(by_node[user]), (Move, Identity)):
-                break
-            chain.append(user)
-        else:
-            if isinstance(last, Fact) and widths(last, live) == want:
-                idle |= set(chain)
+        if copies and all(int(live[labels].sum()) == 1 for labels in copies):
+            idle |= _round_trip(node, by_node, live)
     return idle
+
+
+def _round_trip(node: fx.Node, by_node: dict[fx.Node, Op], live: Live) -> set[fx.Node]:
+    """The shape ops around a node, from one tensor to the next with the same shape; nothing where there is none."""
+
+    def shape(at: Any) -> tuple[int, ...] | None:
+        out = by_node[at].out if at in by_node else None
+        return widths(out, live) if isinstance(out, Fact) else None
+
+    chain = [node]
+    while isinstance(first := chain[0].args[0], fx.Node) and _unsqueezes(first) and len(first.users) == 1:
+        chain.insert(0, first)
+    while shape(chain[-1]) != shape(chain[0].args[0]):
+        (user, *others) = chain[-1].users or (node,)
+        if others or user is node or user not in by_node or not isinstance(rule_of(by_node[user]), (Move, Identity)):
+            return set()
+        chain.append(user)
+    return set(chain)
 
 
 def _unsqueezes(node: fx.Node) -> bool:
@@ -270,12 +273,16 @@ def _shapes(output: fx.Node) -> list[tuple[int, ...]]:
 
 
 def _plain(trace: Trace, plan: Plan) -> list[fx.Node]:
-    """The ops outside the modules that were swapped for others."""
+    """The ops outside the modules that were swapped for others, and without those that only touch memory.
+
+    Whether a tensor is laid out anew may depend on its widths: one head is contiguous as it is.
+    """
     swapped = {**plan.dead, **dict.fromkeys(plan.heads), **dict.fromkeys(plan.indices)}
     return [
         node
         for node in trace.nodes
         if node.op == "call_function"
+        and not str(node.target).startswith(("aten.contiguous.", "aten.clone."))
         and not set(trace.paths[node]) & set(swapped)
         and trace.module_of(node) not in swapped
     ]
@@ -291,7 +298,7 @@ def _numbers(node: fx.Node, trace: Trace, rescaled: tuple[float, float] | None =
     """What an op computes with beside its tensors: floats, for elementwise ops ints, and tensors made in the code."""
     if "squeeze_release" in str(node.target):  # statistics of a norm change on purpose
         return []
-    kinds = (int, float) if isinstance(RULES.get(node.target), (Combine, Unary)) else (float,)
+    kinds = (int, float) if isinstance(RULES.get(node.target), (Combine, Fill, Unary)) else (float,)
     numbers: list[object] = []
     for a in (*node.args, *node.kwargs.values()):
         if isinstance(a, fx.Node) and a.name in trace.constants:

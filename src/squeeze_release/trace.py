@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .einsum import EinsumAsMatmul
 from .errors import ExportError, InputError, SqueezeError
+from .modules import NarrowMultiheadAttention
 from .norms import as_one_op
 from .verify import Call
 
@@ -109,11 +110,30 @@ def trace(model: nn.Module, call: Call) -> Trace:
         name
         for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     }
+    _drop_unused_weights(program.graph, model)
     nodes = list(program.graph.nodes)
     first: dict[int, str] = {}  # a module may have several names: it goes by the first
     names = {name: first.setdefault(id(module), name) for name, module in model.named_modules(remove_duplicate=False)}
     paths = {node: tuple(names.get(path, path) for path in _paths(node)) for node in nodes}
     return Trace(nodes, {k: v for k, v in params.items() if v in known}, calls, made, paths)
+
+
+def _drop_unused_weights(graph: fx.Graph, model: nn.Module) -> None:
+    """nn.MultiheadAttention computes weights that nobody may ask for. Its stand-in does not look at them either."""
+    ours = {
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, (nn.MultiheadAttention, NarrowMultiheadAttention))
+    }
+    for node in reversed(graph.nodes):
+        unused = node.op == "call_function" and not node.users and not _writes(node)
+        if unused and _paths(node)[-1:] and _paths(node)[-1] in ours:
+            graph.erase_node(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or bool(schema.is_mutable)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..facts import Fact, compact, uniform, unknown, vector
 from ..labels import Live
 from ..pieces import constant_rows, matvec, read_columns, spans
+from . import parts
 from .base import Facts, Op, Rule, blank, contracted, passed_on, rule
 from .carriers import Request, carried, known, request
 
@@ -317,10 +318,19 @@ class Affine(Rule):
 
 @rule("linear")
 class Linear(Affine):
-    """`F.linear` over the last dimension."""
+    """`F.linear` over the last dimension. With a part of a parameter for its weight, see `parts`."""
 
     def geometry(self, op: Op) -> Geometry:
         return Geometry(channel=-1, rows=0, groups=1, padded=False)
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        return parts.forward(op, ctx) if parts.is_part(op) else super().forward(op, ctx)
+
+    def need(self, op: Op, ctx: Analysis, live: Live) -> None:
+        if "part" in op.memo:
+            parts.need(op, ctx, live)
+        else:
+            super().need(op, ctx, live)
 
 
 @rule("addmm")

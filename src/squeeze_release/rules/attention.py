@@ -11,7 +11,7 @@ from ..facts import Fact, compact, varying
 from ..labels import Live
 from ..modules import NarrowMultiheadAttention
 from .base import Facts, Op, Rule, blank, rule
-from .grouped import copied
+from .grouped import copied, head_sizes
 from .pool import keep_uniform
 
 if TYPE_CHECKING:
@@ -117,7 +117,9 @@ class Attention(Contraction):
         for fact in (q, k, v):
             for layer in fact.along(-2):
                 ctx.pin(layer, op, "tokens of an attention")
-        if values is None or (qk is None and values.size(0) > 1) or (qk is not None and qk.size(0) != values.size(0)):
+        lined_up = values is not None and (len(values) == 1 if qk is None else len(qk) == len(values))
+        sizes = head_sizes([q, k, v], out.shape, len(values)) if values is not None and lined_up else None
+        if values is None or sizes is None:
             for layer in (*q.layers, *k.layers, *v.layers):
                 ctx.pin(layer, op, "heads of query, key and value do not line up")
             return out
@@ -131,19 +133,12 @@ class Attention(Contraction):
         value = keep_uniform(v.value, (len(v.shape) - 2,)) if mask is None else compact(out.value)
         if len(v.shape) > 2 and 1 < value.size(-3) < out.shape[-3]:
             value = value.repeat_interleave(out.shape[-3] // value.size(-3), -3)
-        return Fact(out.shape, (self._laid_out(q, values, out.shape),), value.expand(out.shape))
+        return Fact(out.shape, (values.reshape(*sizes, 1, -1).expand(out.shape),), value.expand(out.shape))
 
     def as_many(self, op: Op, ctx: Analysis, table: Tensor, other: Tensor) -> Tensor:
         if op.given["enable_gqa"] and len(table) < len(other) and len(other) % len(table) == 0:
             return copied(op, ctx, table, len(other) // len(table))
         return super().as_many(op, ctx, table, other)
-
-    @staticmethod
-    def _laid_out(q: Fact, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The value channels, with the heads where those of the queries are."""
-        heads = [varying(layer)[:-1] for layer in q.along(-1)] if len(values) > 1 else [()]
-        sizes = [q.shape[d] if d in heads[0] else 1 for d in range(len(q.shape) - 1)]
-        return values.reshape(*sizes, values.size(1)).expand(shape)
 
     def _bind_mask(
         self, op: Op, ctx: Analysis, mask: Any, q: Fact, heads: Tensor | None, values: Tensor | None
@@ -178,7 +173,9 @@ class Attention(Contraction):
         live.mark(qk[alive[:, None] & ~free], op.where, "enters the scores of a head that stays")
 
     def _can_scale(self, op: Op, ctx: Analysis) -> bool:
-        """Whether q comes straight from a Linear and nobody else reads those rows."""
+        """Whether q comes straight from a Linear that nobody else reads, or a stand-in has a scale of its own."""
+        if isinstance(ctx.model.get_submodule(op.module), nn.MultiheadAttention):
+            return True
         if "can_scale" not in op.memo:
             rows = op.given["query"].along(-1)
             op.memo["can_scale"] = bool(rows) and _only_reader(op, ctx, compact(rows[0]).unique())

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..facts import Fact
+from ..labels import Live
 from .base import Facts, Op, Rule, blank, rule
+from .grouped import copies_along, keep_unbound
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
@@ -24,7 +26,8 @@ class Create(Rule):
 
 @rule("zeros", "ones", "full", "new_zeros", "new_ones", "new_full")
 class Fill(Rule):
-    """One number everywhere: a constant at every shape."""
+    """One number everywhere: a constant at every shape. In front of its last two dimensions it may go along with what
+    it meets: T5 makes a bias of zeros, one for each head."""
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         out = blank(op)
@@ -32,7 +35,11 @@ class Fill(Rule):
         if not isinstance(out, Fact) or not isinstance(number, (int, float)):
             return super().forward(op, ctx)
         value = torch.full((1,) * len(out.shape), float(number), dtype=torch.float64)
-        return replace(out, numbers=value.expand(out.shape))
+        layers = copies_along(op, ctx, out.shape, list(range(1, len(out.shape) - 2)))
+        return replace(out, layers=tuple(layers), numbers=value.expand(out.shape))
+
+    def need(self, op: Op, ctx: Analysis, live: Live) -> None:
+        keep_unbound(op, live)
 
 
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")

@@ -166,7 +166,7 @@ def _fixed_dims(facts: list[Fact], aligned: list[list[Tensor]], shape: tuple[int
 
 
 def _unfixed(op: Op, ctx: Analysis, layer: Tensor, fixed: set[int]) -> Tensor | None:
-    """What is left of a layer that meets a fixed width: a rotary table fixes the width of heads, not the heads."""
+    """What is left of a layer that meets a fixed width: a rotary table fixes the width of heads, not their number."""
     if not fixed & set(varying(layer)):
         return layer
     heads = whole_rows(op, ctx, layer, fixed, "meets a tensor of fixed width")

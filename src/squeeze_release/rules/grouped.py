@@ -6,15 +6,17 @@ rectangular.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..facts import compact, varying
+from ..facts import Fact, compact, varying, vector
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
+    from ..labels import Live
     from .base import Op
 
 
@@ -32,6 +34,30 @@ def whole_rows(op: Op, ctx: Analysis, layer: Tensor, dims: set[int], text: str) 
     rows = table.reshape(-1, *[table.size(d) for d in mine[len(outside) :]]).flatten(1)
     heads = ctx.grid(op, rows, rigid=True)
     return heads.reshape([table.size(d) if d in outside else 1 for d in range(table.dim())]).expand(layer.shape)
+
+
+def head_sizes(facts: list[Fact], shape: tuple[int, ...], count: int) -> list[int] | None:
+    """The sizes of a result's batch dimensions, 1 where no heads are; None if its operands do not say where."""
+    for layer in (layer for fact in facts for layer in fact.layers):
+        dims = {d - layer.dim() for d in varying(layer) if d < layer.dim() - 2}
+        sizes = [shape[d] if d - len(shape) in dims else 1 for d in range(len(shape) - 2)]
+        if math.prod(sizes) == count:
+            return sizes
+    return [1] * (len(shape) - 2) if count == 1 else None
+
+
+def copies_along(op: Op, ctx: Analysis, shape: tuple[int, ...], dims: list[int]) -> list[Tensor]:
+    """Layers for dimensions along which a tensor repeats itself: any of the copies may go, if the code follows."""
+    made = [(d, ctx.labels.fresh(shape[d])) for d in dims if shape[d] > 1]
+    op.memo["copies"] = [labels for _, labels in made]
+    return [vector(labels, shape, d) for d, labels in made]
+
+
+def keep_unbound(op: Op, live: Live) -> None:
+    """Copies that no other channel is bound to stay: it is not known what the code does with them."""
+    for labels in op.memo.get("copies", ()):
+        if bool((live.members(labels) == 1).any()):
+            live.mark(labels, op.where, "copies that are bound to nothing")
 
 
 def copied(op: Op, ctx: Analysis, source: Tensor, times: int, copies: Tensor | None = None) -> Tensor:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ..facts import Fact, compact, varying
 from ..labels import Live
+from ..modules import NarrowMultiheadAttention
 from .attention import Contraction
 from .base import RULES, Facts, Op, blank, rule
-from .elementwise import Identity, _join
-from .grouped import whole_rows
+from .elementwise import Identity, _join, combine_layers
+from .grouped import head_sizes, whole_rows
 from .pool import keep_uniform
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
+    from ..plan import Plan
 
 
 @rule("matmul", "bmm")
@@ -51,7 +53,11 @@ class Matmul(Contraction):
             if table is None:
                 layers = self._fixed(op, ctx, a, b, shape)
             elif heads is not None:
-                layers = [_at_heads(heads, a, b, shape)]
+                sizes = head_sizes([a, b], shape, len(heads))
+                if sizes is None:
+                    ctx.pin(heads, op, "heads that are nowhere to be seen in the result")
+                else:
+                    layers = [heads.reshape(*sizes, 1, 1).expand(shape)]
         self._pin_batch(op, ctx, a, b)
         for fact in (a, b):
             for layer in fact.layers:
@@ -65,7 +71,7 @@ class Matmul(Contraction):
             tuple(layer.transpose(-1, -2) for layer in b.layers),
             b.value.transpose(-1, -2),
         )
-        op.memo["flipped"] = flipped
+        op.memo.update(left=a, flipped=flipped)
         return self.contract(op, ctx, a, -1, flipped, -1)
 
     def _fixed(self, op: Op, ctx: Analysis, a: Fact, b: Fact, shape: tuple[int, ...]) -> list[Tensor]:
@@ -94,23 +100,51 @@ class Matmul(Contraction):
             return
         heads = op.memo["heads"]
         alive = live[heads] if heads is not None else torch.ones(len(table), dtype=torch.bool)
-        left, right = op.given[next(iter(op.given))], op.memo["flipped"]
+        left, right = op.memo["left"], op.memo["flipped"]
         free = self.zero(left, -1, table) | self.zero(right, -1, table)
         if goes_into_softmax(op):
             free |= ~self.constant(right, -1, table).isnan()
         live.mark(table[alive[:, None] & ~free], op.where, "enters the product of a head that stays")
 
+    def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
+        """nn.MultiheadAttention that returns its weights: what is left of it, for its stand-in."""
+        module = ctx.model.get_submodule(op.module)
+        if op not in ctx.wanted or not isinstance(module, (nn.MultiheadAttention, NarrowMultiheadAttention)):
+            return
+        scores = [
+            o for o in ctx.ops if o.module == op.module and o.trace is op.trace and o.memo.get("table") is not None
+        ]
+        if not sums_to_one(op) or len(scores) != 1 or not list(op.facts())[-1].along(-1):
+            return
+        qk = torch.unique(scores[0].memo["table"], dim=0)
+        values = compact(list(op.facts())[-1].along(-1)[0])
+        values = torch.unique(values.reshape(-1, values.size(-1)), dim=0)
+        if bool(live[qk].all() & live[values].all()):
+            return
+        plan.attention(
+            op.module,
+            count=int(live[qk].any(1).sum()),
+            head_dim=int(live[qk].sum(1).max()),
+            v_head_dim=int(live[values].sum(1).max()),
+            scale=module.scale if isinstance(module, NarrowMultiheadAttention) else qk.size(1) ** -0.5,
+        )
+
+
+@rule("baddbmm")
+class AddedProduct(Matmul):
+    """y = m + a b: scores with their mask in one op. Refuses other factors than 1."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        mask, a, b, out = op.given["self"], op.given["batch1"], op.given["batch2"], blank(op)
+        if not isinstance(out, Fact) or op.given["beta"] != 1 or op.given["alpha"] != 1:
+            return super(Contraction, self).forward(op, ctx)
+        product = Fact(out.shape, tuple(self.product(op, ctx, a, b, out.shape)), out.value)
+        return Fact(out.shape, combine_layers(op, ctx, [product, mask], out.shape), out.value)
+
 
 def _laid(layer: Tensor, shape: tuple[int, ...]) -> Tensor:
     small = compact(layer)
     return small.reshape((1,) * (len(shape) - small.dim()) + small.shape).expand(shape)
-
-
-def _at_heads(heads: Tensor, a: Fact, b: Fact, shape: tuple[int, ...]) -> Tensor:
-    """Head labels as a layer of the result: its batch dimensions are those of the operand that has all heads."""
-    places = [[d - layer.dim() for d in varying(layer) if d < layer.dim() - 2] for f in (a, b) for layer in f.layers]
-    place = max(places, key=len)
-    return heads.reshape([shape[d] if d - len(shape) in place else 1 for d in range(len(shape))]).expand(shape)
 
 
 def goes_into_softmax(op: Op) -> bool:

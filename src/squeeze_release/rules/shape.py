@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..facts import Fact, collapse, compact, scaled_one, varying, vector
+from ..facts import Fact, collapse, compact, scaled_one, varying
 from ..labels import Live
 from .base import Facts, Op, Rule, blank, rule
 from .elementwise import combine_layers
-from .grouped import product, whole_rows
+from .grouped import copies_along, keep_unbound, product, whole_rows
 from .pool import keep_uniform
 
 if TYPE_CHECKING:
@@ -66,15 +66,10 @@ class Move(Rule):
         if not op.name.startswith("aten.expand"):
             return []
         before = (1,) * (len(shape) - len(x.shape)) + x.shape
-        made = [(d, ctx.labels.fresh(shape[d])) for d in range(1, len(shape)) if before[d] == 1 < shape[d]]
-        op.memo["copies"] = [labels for _, labels in made]
-        return [vector(labels, shape, d) for d, labels in made]
+        return copies_along(op, ctx, shape, [d for d in range(1, len(shape)) if before[d] == 1])
 
     def need(self, op: Op, ctx: Analysis, live: Live) -> None:
-        """Copies that no other channel is bound to stay: it is not known what the code does with them."""
-        for labels in op.memo.get("copies", ()):
-            if bool((live.members(labels) == 1).any()):
-                live.mark(labels, op.where, "copies that are bound to nothing")
+        keep_unbound(op, live)
 
     def _reorders(self, op: Op, layer: Tensor) -> bool:
         """Whether the channels' dimensions change places: then rows of different length would not line up."""
