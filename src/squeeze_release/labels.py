@@ -75,8 +75,7 @@ class Live:
         row = self.row_of[labels]
         gone = (row >= 0) & ~self[row.clamp(min=0)]
         # The n-th dead label of its row costs n, so that rows are filled evenly; a row that is gone costs most.
-        rank = torch.stack([_rank(r, dead) for r, dead in zip(row, ~self[labels], strict=True)])
-        return rank + gone * labels.size(1)
+        return _rank(row, ~self[labels]) + gone * labels.size(1)
 
     def members(self, labels: Tensor) -> Tensor:
         """How many labels each one's class has."""
@@ -117,15 +116,14 @@ class Live:
 
 
 def _rank(groups: Tensor, counted: Tensor) -> Tensor:
-    """For each entry, how many counted entries of the same group come before it."""
-    order = torch.argsort(groups, stable=True)
-    running = counted[order].long().cumsum(0)
+    """For each entry of a table, how many counted entries of the same group, in its row, come before it."""
+    order = torch.argsort(groups, dim=1, stable=True)
+    groups, counted = groups.gather(1, order), counted.gather(1, order).long()
+    running = counted.cumsum(1)
     starts = torch.ones_like(groups, dtype=torch.bool)
-    starts[1:] = groups[order][1:] != groups[order][:-1]
-    before = torch.where(starts, running - counted[order].long(), 0).cummax(0).values
-    rank = torch.empty_like(running)
-    rank[order] = running - before
-    return rank
+    starts[:, 1:] = groups[:, 1:] != groups[:, :-1]
+    before = torch.where(starts, running - counted, 0).cummax(1).values
+    return torch.empty_like(running).scatter_(1, order, running - before)
 
 
 @dataclass
