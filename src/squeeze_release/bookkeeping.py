@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .copies import borrowed
 from .trace import ModuleCall, Trace
 from .verify import Call
 
@@ -41,7 +42,8 @@ def update(model: nn.Module, before: list[Trace], after: list[Trace], calls: lis
         for name, value in vars(module).items()
         if _is_width(name, value) and (follows := _renamed(name, value, _evidence(path, old, new))) != value
     }
-    read = _read(model, calls, set(wishes)) if wishes else set()
+    with borrowed(model) as copy:
+        read = _read(copy, calls, set(wishes)) if wishes else set()
     for (path, name), (_, follows) in wishes.items():
         if (path, name) not in read:
             setattr(model.get_submodule(path), name, follows)

@@ -7,7 +7,8 @@ their own, so that whatever is replaced or left behind on them stays theirs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +31,16 @@ def borrow(model: nn.Module) -> nn.Module:
     """A copy whose parameters share their memory with those of `model`: to be replaced, never written to."""
     plain = [parameter for parameter in model.parameters() if type(parameter) is nn.Parameter]  # others know best
     return _deepcopy(model, {id(p): nn.Parameter(p.data, p.requires_grad) for p in plain})
+
+
+@contextmanager
+def borrowed(model: nn.Module) -> Iterator[nn.Module]:
+    """Such a copy, to run or trace. What that leaves on its modules goes with it, and weights are let go at the end."""
+    copy = borrow(model)
+    try:
+        yield copy
+    finally:
+        emptied(copy)
 
 
 def hollow(model: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from .analyse import Analysis, rule_of, widths
 from .blocks import inside
-from .copies import borrow, emptied, hollow
+from .copies import borrowed, emptied, hollow
 from .errors import ExportError, InputError
 from .facts import Fact
 from .labels import Live
@@ -84,7 +84,8 @@ def attempt(ctx: Analysis, live: Live, plan: Plan, calls: list[Call]) -> Problem
     model = emptied(rewrite(hollow(ctx.model), plan))
     found = check(ctx, live, plan, model, calls)
     if isinstance(found, Problem):
-        found = check(ctx, live, plan, rewrite(borrow(ctx.model), plan), calls)
+        with borrowed(ctx.model) as copy:
+            found = check(ctx, live, plan, rewrite(copy, plan), calls)
     return found if isinstance(found, Problem) else Fit(plan, live, _size(ctx.model) - _size(model), found)
 
 

@@ -11,16 +11,17 @@ from torch import nn
 from . import bookkeeping
 from .analyse import RULE_SETS, analyse
 from .compaction import plan_compaction
-from .copies import borrow, copy_model, emptied
+from .copies import borrow, borrowed, copy_model, emptied
 from .errors import InputError
 from .follow import fit
 from .masks import bake_masks, check_finite
 from .plan import Plan
 from .report import Report, make_report, outline
 from .rewrite import carry_out, rewrite
-from .trace import as_calls, trace
+from .trace import Trace, as_calls, trace
 from .training import feeds_training_branches
 from .unwrap import unwrap
+from .verify import Call
 from .verify import verify as compare
 
 
@@ -76,7 +77,7 @@ def squeeze(
     small, plans = masked, []
     # The same steps in float64. Constants are read from it: in `small`, what earlier steps folded is rounded already.
     exact = copy_model(masked).double() if verify else None
-    first = traces = [trace(small, call) for call in calls]  # 1. trace
+    first = traces = _traces(small, calls)  # 1. trace
     while True:
         facts = analyse(small, traces, rules, keep, exact)  # 2. constants, forward
         facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
@@ -84,15 +85,15 @@ def squeeze(
         step = fitted.plan if fitted.saved > 0 else plan_compaction(facts) if compaction else Plan()
         if step.empty:
             break
+        # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
+        traces = fitted.traces if fitted.saved > 0 else _traces(rewrite(borrow(small), step), calls)
+        plans.append(step)
         if frugal:  # 5. rewrite the modules
             emptied(masked)  # which gives back what it borrowed
             small = carry_out([step], source)
         else:
             small = rewrite(borrow(small), step)
         exact = rewrite(exact, step) if exact is not None else None
-        # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
-        plans.append(step)
-        traces = fitted.traces if fitted.saved > 0 else [trace(small, call) for call in calls]
     if plans:
         bookkeeping.update(small, first, traces, calls)
     proof = compare(masked, small, calls, exact=exact) if verify else None  # 6. old against new
@@ -102,6 +103,12 @@ def squeeze(
         if plans and not frugal:
             bookkeeping.update(small, first, traces, calls)
     return Squeezed(small, report)
+
+
+def _traces(model: nn.Module, calls: list[Call]) -> list[Trace]:
+    """Of a copy, for a forward may leave things on its modules."""
+    with borrowed(model) as copy:
+        return [trace(copy, call) for call in calls]
 
 
 def _check_arguments(rules: str, compaction: str | None) -> None:
