@@ -298,3 +298,24 @@ def test_groups_of_queries_stay_equally_large(dead: list[int]) -> None:
     small, report = sr.squeeze(llama(*dead), ids(), {"use_cache": False})
     assert heads_of(small) == (8, 4)
     assert "equally many" in reasons(report)
+
+
+def test_llama_generates_the_same_tokens_on_a_narrower_stream() -> None:
+    """Channels of the stream that nobody writes go from the embedding, every layer and the head."""
+    model, prompt = llama(2, 3, tie_word_embeddings=True), ids()
+    with torch.no_grad():
+        for channel in (3, 17):
+            model.model.embed_tokens.weight[:, channel] = 0
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight[channel] = layer.mlp.down_proj.weight[channel] = 0
+    small, report = sr.squeeze(model, prompt, {"use_cache": False})
+    assert small.model.embed_tokens.weight.shape == small.lm_head.weight.shape == (64, 30), str(report)
+    assert heads_of(small) == (6, 3)
+    padded = torch.ones_like(prompt)
+    padded[1, :2] = prompt[1, :2] = 0
+    for cache in ("dynamic", "static"):
+        old, new = (
+            m.generate(prompt, attention_mask=padded, max_new_tokens=12, do_sample=False, cache_implementation=cache)
+            for m in (model, small)
+        )
+        assert torch.equal(old, new)
