@@ -27,16 +27,18 @@ from .refuse import refuse
 from .register import named_attributes, registered
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
+from .rules.affine import Affine
 from .rules.attention import Attention
-from .rules.create import Fill
-from .rules.elementwise import Combine, Identity, Unary
+from .rules.elementwise import Identity
 from .rules.groupnorm import GroupNorm
+from .rules.index import SliceScatter
 from .rules.shape import Move, Pieces
 from .trace import Trace, named_arguments, trace
 from .verify import Call
 
 _MOST_CHOICES = 16
 _WORDS = {"idx", "index", "id", "layer", "layers", "depth", "block", "stage", "step", "seed"}
+_TAKE_WIDTHS = (Move, Pieces, Affine, GroupNorm, SliceScatter)  # ops whose int arguments follow the widths
 
 
 @dataclass(frozen=True)
@@ -296,10 +298,10 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _numbers(node: fx.Node, trace: Trace, rescaled: tuple[float, float] | None = None) -> list[object]:
-    """What an op computes with beside its tensors: floats, for elementwise ops ints, and tensors made in the code."""
+    """What an op computes with beside its tensors: floats, ints that are no widths, and tensors made in the code."""
     if "squeeze_release" in str(node.target):  # statistics of a norm change on purpose
         return []
-    kinds = (int, float) if isinstance(RULES.get(node.target), (Combine, Fill, Unary)) else (float,)
+    kinds = (float,) if isinstance(RULES.get(node.target), _TAKE_WIDTHS) else (int, float)
     numbers: list[object] = []
     for a in (*node.args, *node.kwargs.values()):
         if isinstance(a, fx.Node) and a.name in trace.constants:
