@@ -166,7 +166,7 @@ class Garden:
                 self.entries[name] = mask
 
     def _silence(self, widths: set[int], only_patches: bool = False) -> bool:
-        """A class token that joins the stream brings 0: what the others bring must be 0 as well. Whether this is news."""
+        """A class token that joins the stream brings 0: so must all others. Whether this is news."""
         before = len(self.silent)
         for name, leaf in self.leaves.items():
             patches = isinstance(leaf.module, nn.Conv2d) and leaf.module.stride == leaf.module.kernel_size != (1, 1)
