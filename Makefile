@@ -7,7 +7,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow lint format fuzz bench clean
+.PHONY: help install demo test slow lint format fuzz bench scale clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ fuzz: $(STAMP) ## N random networks with random masks (N=2000)
 
 bench: $(STAMP) ## seconds for export, analysis and verification; CompensatedLayerNorm against LayerNorm
 	$(BIN)/python benchmarks/squeeze_speed.py
+
+scale: $(STAMP) ## memory and seconds of Llama-shaped models up to 1B parameters, squeezed in place
+	$(BIN)/python benchmarks/llama_scale.py
 
 clean: ## remove the environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

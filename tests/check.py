@@ -26,7 +26,8 @@ def check(
 ) -> sr.Squeezed:
     """Squeeze a float64 model and check it. `golden` maps "path.attribute" to the value it must have afterwards.
 
-    A golden value may be a shape (tuple) for a tensor, a number, or a class for a module.
+    A golden value may be a shape (tuple) for a tensor, a number, or a class for a module. Gradients are left out where
+    a carrier stays: it acts for others too, so what it does to the output is more than it was.
     """
     model = model.double()
     before = copy.deepcopy(model.state_dict())
@@ -41,7 +42,7 @@ def check(
     for call in calls:
         call = call if isinstance(call, tuple) else (call,)
         assert_same(model, squeezed.model, call, kwargs or {})
-        if gradients:
+        if gradients and not squeezed.report.carriers:
             assert_same_gradients(model, squeezed, call, kwargs or {})
     if again:
         second = sr.squeeze(squeezed.model, inputs, kwargs, **options)

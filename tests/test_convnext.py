@@ -176,7 +176,7 @@ GONE, SPARSE = (2, 1), (2, 6)
 
 
 def mask_stream(model: nn.Module) -> None:
-    """The last stage: eight channels that every writer leaves constant and nobody reads, and two twins."""
+    """The last stage: nine channels that every writer leaves constant, and a twin."""
     where = stages(model)
     conv = where.downsample[2][1]
     conv.weight[:10] = 0
@@ -185,7 +185,9 @@ def mask_stream(model: nn.Module) -> None:
         block.pw1.weight[:, :10] = 0
         block.pw2.weight[:10] = 0
     first = parts(where.blocks[3][0])
-    first.dw.weight[8] = torch.randn_like(first.dw.weight[8])  # a single non-zero constant in front of padding
+    first.dw.weight[8] = torch.randn_like(
+        first.dw.weight[8]
+    )  # reads a constant in front of padding: channel 9 carries it
     first.pw2.weight[9, 5] = 0.5  # not a constant from here on
     where.head.weight[:, :10] = 0
 
@@ -252,12 +254,12 @@ def test_a_dead_block_costs_at_most_one_shift_vector(tiny: Squeezed) -> None:
 
 def test_a_stream_channel_goes_from_the_whole_stage(tiny: Squeezed) -> None:
     where = stages(tiny.small)
-    assert where.downsample[2][1].out_channels == 768 - 8
+    assert where.downsample[2][1].out_channels == 768 - 9
     for block in map(parts, where.blocks[3]):
-        assert block.pw2.out_features == block.gamma.numel() == 768 - 8
+        assert block.pw2.out_features == block.gamma.numel() == 768 - 9
         assert block.pw1.in_features <= 768 - 9  # channel 9 has a dead filter and column in every block
-    assert isinstance(where.norm, CompensatedLayerNorm) and int(where.norm.count) == 8
-    assert where.head.in_features == 768 - 8 and where.head.out_features == 10
+    assert isinstance(where.norm, CompensatedLayerNorm) and int(where.norm.count) == 9
+    assert where.head.in_features == 768 - 9 and where.head.out_features == 10
     assert where.downsample[1][1].out_channels == 384  # the stages before keep theirs
 
 

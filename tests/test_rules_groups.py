@@ -122,11 +122,73 @@ def test_grouped_the_same_column_in_every_group():
     )
 
 
-def test_grouped_different_columns_stay():
+def test_grouped_a_different_column_in_every_group():
     net = grouped()
     dead(net[0], 0, 3, 4, 7)
+    golden = {"0.out_channels": 4, "2.groups": 4, "2.weight": (8, 1, 3, 3), "2.in_channels": 4}
+    check(net, rand(1, 3, 5, 5), golden=golden)
+
+
+def test_grouped_columns_of_some_groups_stay():
+    net = grouped()
+    dead(net[0], 0, 3, 4)
     squeezed = check(net, rand(1, 3, 5, 5), golden={"0.out_channels": 8, "2.weight": (8, 2, 3, 3)})
     assert "group" in reasons(squeezed.report)
+
+
+def test_grouped_columns_and_whole_groups():
+    net = noisy(nn.Sequential(nn.Conv2d(3, 12, 1), nn.Tanh(), nn.Conv2d(12, 8, 3, groups=4), nn.Conv2d(8, 2, 1)))
+    dead(net[0], 0, 1, 4, 11)  # two of group 0, one each of groups 1 and 3
+    unread(net[3], 4, 5)  # all of group 2
+    golden = {"0.out_channels": 6, "2.groups": 3, "2.weight": (6, 2, 3, 3), "2.in_channels": 6, "3.in_channels": 6}
+    check(net, rand(1, 3, 5, 5), golden=golden)
+
+
+def test_grouped_called_twice_on_different_columns():
+    net = Net(
+        lambda s, x: s.out(s.mid(torch.tanh(s.a(x))) * s.mid(torch.tanh(s.b(x)))),
+        a=nn.Conv2d(3, 8, 1),
+        b=nn.Conv2d(3, 8, 1),
+        mid=nn.Conv2d(8, 8, 3, groups=4),
+        out=nn.Conv2d(8, 2, 1),
+    )
+    noisy(net)
+    for layer in (net.a, net.b):
+        dead(layer, 0, 3, 4, 7, bias=0.4)
+    check(net, rand(1, 3, 5, 5), golden={"a.out_channels": 4, "b.out_channels": 4, "mid.weight": (8, 1, 3, 3)})
+    noisy(net.b)  # other constants: they cannot be folded for both
+    check(net, rand(1, 3, 5, 5), golden={"a.out_channels": 8, "mid.weight": (8, 2, 3, 3)})
+
+
+def test_grouped_in_front_of_padding_different_columns():
+    net = noisy(
+        nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4, padding=1), nn.Conv2d(8, 2, 1))
+    )
+    dead(net[0], 0, 3, 4, 7, bias=-1.0)
+    check(net, rand(1, 3, 5, 5), golden={"0.out_channels": 4, "2.weight": (8, 1, 3, 3)})
+
+
+def test_grouped_convolutions_with_a_channel_shuffle_between():
+    """ShuffleNet: what leaves must be the same column of every group on one side, and fill groups on the other."""
+
+    def run(s, x):
+        y = torch.tanh(s.one(torch.tanh(s.stem(x))))
+        b, c, h, w = y.shape
+        y = y.view(b, 2, c // 2, h, w).transpose(1, 2).reshape(b, c, h, w)
+        return s.out(torch.tanh(s.two(y)))
+
+    net = Net(
+        run,
+        stem=nn.Conv2d(3, 8, 1),
+        one=nn.Conv2d(8, 8, 1, groups=2),
+        two=nn.Conv2d(8, 8, 1, groups=2),
+        out=nn.Conv2d(8, 2, 1),
+    )
+    noisy(net)
+    dead(net.stem, 1, 7)  # other columns of the two groups
+    dead(net.one, 0, 4, 2, 6)  # columns 0 and 2 of both groups: half of each group behind the shuffle
+    golden = {"stem.out_channels": 6, "one.weight": (4, 3, 1, 1), "two.weight": (8, 2, 1, 1), "two.in_channels": 4}
+    check(net, rand(1, 3, 4, 4), golden=golden)
 
 
 def test_grouped_one_output_of_each_group():

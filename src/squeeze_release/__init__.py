@@ -1,7 +1,8 @@
 """squeeze-release: make pruned networks really smaller, without changing what they compute."""
 
 from .errors import ExportError, InputError, MaskError, ModelError, SqueezeError, VerificationError, WeightError
-from .modules import CompensatedLayerNorm
+from .modules import CompensatedLayerNorm, CompensatedRMSNorm
+from .register import register_attention
 from .report import Report
 from .squeeze import Squeezed, squeeze
 
@@ -9,6 +10,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "CompensatedLayerNorm",
+    "CompensatedRMSNorm",
     "ExportError",
     "InputError",
     "MaskError",
@@ -18,5 +20,6 @@ __all__ = [
     "Squeezed",
     "VerificationError",
     "WeightError",
+    "register_attention",
     "squeeze",
 ]

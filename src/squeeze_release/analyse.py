@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from . import blocks
-from .facts import Fact, nothing, varying, vector
+from .facts import Fact, compact, nothing, varying, vector
 from .labels import Grid, Labels, Live
 from .modules import can_index
-from .rules import RULES, UNKNOWN, Op, Rule, flat
+from .rules import RULES, UNKNOWN, Op, Rule, carriers, flat
+from .rules.elementwise import Identity
+from .rules.shape import Cat, Move, Pieces, Stack
 from .trace import Trace, named_arguments
 
 # What each rule set may do beyond folding constants, dropping the unread and removing dead blocks.
@@ -22,14 +24,22 @@ RULE_SETS: dict[str, frozenset[str]] = {
     "A": frozenset(),
     "AB": frozenset({"norms"}),
     "paper": frozenset({"norms", "heads"}),
-    "all": frozenset({"norms", "heads", "head_dims", "streams"}),
+    "all": frozenset({"norms", "heads", "head_dims", "streams", "carriers"}),
 }
+
+_HANDS_ON = (Move, Pieces, Cat, Stack, Identity)
 
 
 class Analysis:
     """Everything known about one model. Rules read and extend it; `plan` and `rewrite` read it."""
 
-    def __init__(self, model: nn.Module, options: Collection[str], keep: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Collection[str],
+        keep: Collection[str] = (),
+        numbers: nn.Module | None = None,
+    ) -> None:
         self.model, self.options, self.keep = model, options, tuple(keep)
         self.labels = Labels()
         self.ops: list[Op] = []
@@ -40,12 +50,15 @@ class Analysis:
         self.param_dims: dict[str, list[Tensor | None]] = {}
         self.readers: dict[str, list[Op]] = {}
         self.constant_labels = torch.zeros(0, dtype=torch.int64)  # channels written as constants
-        self.refused: dict[str, int] = {}
+        self.refused: dict[str, int] = {}  # module whose code did not follow -> how many steps it was let less go
+        self.blamed: dict[type, set[str]] = {}  # the modules that were found at fault, by class
         self.whole: set[str] = set()  # modules that are not replaced
         self.cut: set[Op] = set()
         self.wanted: set[Op] = set()
         self.dead: dict[str, blocks.Replacement] = {}
-        self._tensors, self._canonical = _tensors(model)
+        self._tensors, self._canonical = _tensors(model if numbers is None else numbers)
+        self._owned: dict[int, tuple[str, int]] = {}  # first label of a parameter's dimension -> whose they are
+        self._read: tuple[Tensor, Tensor] | None = None
         self._rows: dict[Any, Tensor] = {}  # table -> the labels that stand for its rows
         self._laid_out: set[Any] = set()  # the grids there are
 
@@ -60,8 +73,28 @@ class Analysis:
         name = self._canonical[name]
         dims = self.param_dims.setdefault(name, [None] * self._tensors[name].dim())
         if dims[dim] is None and self._tensors[name].size(dim) > 1:
+            self._owned[len(self.labels.parent)] = (name, dim)
             dims[dim] = self.labels.fresh(self._tensors[name].size(dim))
         return dims[dim]
+
+    def group_columns(self, name: str, count: int) -> Tensor:
+        """Labels of the columns of a grouped weight, each group's own, the same at every use."""
+        key = ("columns", self._canonical[name])
+        if key not in self._rows:
+            self._rows[key] = self.labels.fresh(count)
+        return self._rows[key]
+
+    def owners(self, labels: Tensor) -> set[tuple[str, int] | None]:
+        """The parameters that hold these labels, and along which dimension; None if there is one that none holds."""
+        starts = torch.tensor(sorted(self._owned))
+        nearest = torch.searchsorted(starts, labels.reshape(-1), right=True) - 1
+        found: set[tuple[str, int] | None] = set()
+        for i in nearest.unique().tolist():
+            start = int(starts[i]) if i >= 0 else -1
+            name, dim = self._owned.get(start, ("", 0))
+            end = start + self._tensors[name].size(dim) if name else 0
+            found.add((name, dim) if name and int(labels.reshape(-1)[nearest == i].max()) < end else None)
+        return found
 
     def pin(self, labels: Tensor, op: Op, text: str) -> None:
         self.pins.append((labels.unique(), op.where, text))
@@ -72,18 +105,26 @@ class Analysis:
             self.pin(labels, op, text)
 
     def grid(
-        self, op: Op, table: Tensor, *, outer: Tensor | None = None, inner: Tensor | None = None, ragged: bool = True
+        self,
+        op: Op,
+        table: Tensor,
+        *,
+        outer: Tensor | None = None,
+        inner: Tensor | None = None,
+        ragged: bool = True,
+        rigid: bool = False,
     ) -> Tensor:
         """Keep the rows of a table equally long; returns the labels that stand for its rows."""
         key = _key(table)
         if outer is None:  # the same rows have the same labels wherever they turn up
             if key not in self._rows:
-                self._rows[key] = self.labels.fresh(len(table))
+                _, place = torch.unique(table, dim=0, return_inverse=True)  # a head stands there once for every sample
+                self._rows[key] = self.labels.fresh(int(place.max()) + 1)[place]
             outer = self._rows[key]
-        known = (op.module, ragged, key, _key(outer), _key(inner))
+        known = (op.module, ragged, rigid, key, _key(outer), _key(inner))
         if known not in self._laid_out:
             self._laid_out.add(known)
-            rigid = ragged and "head_dims" not in self.options
+            rigid = rigid or (ragged and "head_dims" not in self.options)
             self.grids.append(Grid(table, op.where, outer, inner, ragged, rigid, op.module))
         return outer
 
@@ -97,14 +138,15 @@ class Analysis:
                         self.pins += [(layer.unique(), op.where, text) for layer in fact.layers]
 
     def agreed(self, reader: str) -> Tensor:
-        """The constants that every call of a reader sees alike; NaN elsewhere."""
+        """What every call of a reader knows alike of its channels; NaN elsewhere."""
         first, *others = self.constants[reader]
         for other in others:
-            first = (
-                torch.where(first == other, first, torch.nan)
-                if other.shape == first.shape
-                else torch.full_like(first, torch.nan)
-            )
+            if len(first) != len(other):
+                return torch.full_like(first, torch.nan)
+            if first.dim() == 2:  # fewer functions in one call: the others' factors are 0 there
+                wide = max(first.size(1), other.size(1))
+                first, other = (torch.nn.functional.pad(table, (0, wide - table.size(1))) for table in (first, other))
+            first = torch.where(first == other, first, torch.nan)
         return first
 
     def can_fold(self, op: Op) -> bool:
@@ -117,6 +159,9 @@ class Analysis:
             return False
         return can_take_bias(self.model.get_submodule(op.module), self.tensor(op.memo["weight"]))
 
+    def readers_of(self, name: str) -> list[Op]:
+        return self.readers[self._canonical[name]]
+
     def shared(self, name: str, op: Op) -> bool:
         """Whether another op of the same call reads this parameter too."""
         return any(reader is not op and reader.trace is op.trace for reader in self.readers[self._canonical[name]])
@@ -126,49 +171,37 @@ class Analysis:
 
     def written_by_linear(self, labels: Tensor) -> bool:
         """Whether these labels are rows of weights that only linear ops read."""
-        owned = torch.zeros(0, dtype=torch.int64)
-        for name, dims in self.param_dims.items():
-            if (
-                len(dims) == 2
-                and dims[0] is not None
-                and all(op.name == "aten.linear.default" for op in self.readers.get(name, []))
-            ):
-                owned = torch.cat([owned, dims[0]])
-        return bool(torch.isin(labels, owned).all())
+        return all(
+            owner is not None
+            and owner[1] == 0
+            and len(self.param_dims[owner[0]]) == 2
+            and all(op.name == "aten.linear.default" and self._scales(op) for op in self.readers.get(owner[0], []))
+            for owner in self.owners(labels)
+        )
 
-    def refuse(self, module: str, text: str) -> bool:
-        """The code of a module did not follow: let less go from it. Step by step: heads only; no heads; nothing."""
-        swapped = {path for path in self.dead if blocks.within(path, module) or blocks.within(module, path)}
-        if swapped - self.whole:
-            self.whole |= swapped
-            return True
-        step = self.refused[module] = self.refused.get(module, 0) + 1
-        grids = [grid for grid in self.grids if grid.module == module]
-        if step == 1 and any(grid.ragged and not grid.rigid for grid in grids):
-            for grid in grids:
-                grid.rigid = grid.ragged
-        elif step <= 2 and grids:
-            self.refused[module] = 2
-            self.pins += [(grid.labels.unique(), module, text) for grid in grids]
-        elif step <= 3:
-            self.refused[module] = 3
-            self.pins += [(layer.unique(), module, text) for fact in self._around(module) for layer in fact.layers]
-        elif step == 4:
-            self.pins.append((torch.arange(len(self.labels.parent)), module, text))
-            self.whole |= {path for path, _ in self.model.named_modules()}
-        return step <= 4
+    @staticmethod
+    def _scales(op: Op) -> bool:
+        """Whether rows can be scaled along with their bias: not if that is computed."""
+        return op.given.get("bias") is None or op.param("bias") is not None
 
-    def _around(self, module: str) -> Iterator[Fact]:
-        """What the own code of a module reads and writes, and what comes into it."""
-        for op in self.ops:
-            if op.module == module:
-                yield from op.facts()
-                yield from op.outputs()
-            elif module and blocks.within(op.module, module):
-                outside = [
-                    node for node in op.node.all_input_nodes if not blocks.within(op.trace.module_of(node), module)
-                ]
-                yield from (fact for other in self.ops if other.node in outside for fact in other.outputs())
+    def sole_reader(self, op: Op, labels: Tensor) -> bool:
+        """Whether no other op computes with these labels; those that merely hand them on do not count."""
+        if self._read is None:
+            self._read = self._count_readers()
+        first, several = (reader[labels] for reader in self._read)
+        return not bool(several.any()) and all(self.ops[i] is op for i in first.unique().tolist() if i >= 0)
+
+    def _count_readers(self) -> tuple[Tensor, Tensor]:
+        """For every label the first op that reads it as an activation (-1: none), and whether there are several."""
+        first = torch.full((len(self.labels.parent),), -1)
+        several = torch.zeros(len(first), dtype=torch.bool)
+        for i, op in enumerate(self.ops):
+            if not isinstance(rule_of(op), _HANDS_ON):
+                for layer in (layer for fact in op.facts() if fact.source != "param" for layer in fact.layers):
+                    labels = compact(layer).unique()
+                    several[labels] |= (first[labels] >= 0) & (first[labels] != i)
+                    first[labels] = torch.where(first[labels] < 0, i, first[labels])
+        return first, several
 
     # ------------------------------------------------------------------ forward
 
@@ -227,7 +260,8 @@ class Analysis:
         self.dead = blocks.outermost({**found, **self.dead})
         live = Live(self.labels)
         for op in self.ops:
-            op.memo.pop("done", None)
+            for stale in ("done", "read", "carried"):
+                op.memo.pop(stale, None)
         self._mark_fixed(live)
         for grid in self.grids:  # the finest last, so that it counts
             if grid.outer is not None and grid.ragged:
@@ -243,6 +277,10 @@ class Analysis:
                 if not live.grown:
                     for grid in level:
                         grid.settle(live)
+            if not live.grown:
+                carriers.settle(
+                    [r for op in self.ops if op in self.wanted for r in rule_of(op).carriers(op, self, live)], live
+                )
             if not live.grown:
                 self._keep_one(live)
         return live
@@ -281,9 +319,11 @@ class Analysis:
                 return  # one may do for many: look again before marking another
 
 
-def analyse(model: nn.Module, traces: list[Trace], rules: str, keep: Collection[str]) -> Analysis:
-    """Facts of all traced calls, in one space of labels."""
-    ctx = Analysis(model, RULE_SETS[rules], keep)
+def analyse(
+    model: nn.Module, traces: list[Trace], rules: str, keep: Collection[str], numbers: nn.Module | None = None
+) -> Analysis:
+    """Facts of all traced calls, in one space of labels; `numbers` may be a more exact copy of the model."""
+    ctx = Analysis(model, RULE_SETS[rules], keep, numbers)
     for trace in traces:
         ctx.read(trace)
     return ctx

@@ -6,6 +6,7 @@ one whose output nobody reads any more is passed through.
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,17 @@ def within(name: str, module: str) -> bool:
     return not module or name == module or name.startswith(f"{module}.")
 
 
-def inside(name: str, modules: dict[str, Replacement]) -> bool:
-    return any(within(name, module) for module in modules)
+def inside(name: str, modules: Container[str]) -> bool:
+    """Whether a dotted name is one of these modules or in one of them."""
+    return any(prefix in modules for prefix in _prefixes(name))  # as many looks as the name has parts
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """The module of that name and those around it, the model ("") among them."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
 
 
 def outermost(modules: dict[str, Replacement]) -> dict[str, Replacement]:
@@ -130,12 +140,13 @@ def unread(ctx: Analysis, every: list[Borders]) -> dict[str, Replacement]:
     """The outermost modules none of whose numbers matter any more."""
     found: dict[str, Replacement] = {}
     busy = {path for op in ctx.wanted for path in op.trace.paths[op.node]}
+    holders = {path for name in ctx.dead for path in _prefixes(name)}
     # Last first: whether a module may change the width it hands on depends on those after it.
     for name, module in reversed(list(ctx.model.named_modules())):
         if (
             not name
             or name in busy
-            or any(within(read, name) for read in ctx.dead)
+            or name in holders
             or inside(name, ctx.dead)
             or not any(True for _ in module.parameters())
             or _kept(name, ctx)

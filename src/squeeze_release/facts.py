@@ -16,6 +16,27 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class Span:
+    """Numbers that are known up to functions f of the position: offset + parts[0] f_0 + parts[1] f_1 ...
+
+    The f are the same for all channels, which lie along `dim`. See `rules/carriers.py`.
+    """
+
+    dim: int
+    offset: Tensor
+    parts: tuple[Tensor, ...]
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Span | None:
+        """The span after an op that moves elements or takes their means, if each channel keeps an index of its own."""
+        shape = self.offset.shape
+        after = collapse(move(vector(torch.arange(shape[self.dim], dtype=torch.float64), shape, self.dim)))
+        channels, dims = compact(after), varying(after)
+        if len(dims) != 1 or channels.unique().numel() != channels.numel() or bool(channels.isnan().any()):
+            return None  # positions were mixed in, and there f differs
+        return Span(dims[0], move(self.offset), tuple(move(part) for part in self.parts))
+
+
+@dataclass(frozen=True)
 class Fact:
     """One tensor of the traced graph.
 
@@ -23,12 +44,17 @@ class Fact:
         tensor's extent is fixed.
     value: float64, NaN where the element depends on the input (or is not known).
     source: "input", "param" or "activation".
+    span: what is known of elements that depend on the input, NaN where it is nothing; None where it is nothing at all.
     """
 
     shape: Shape
     layers: tuple[Tensor, ...]
     numbers: Tensor | Callable[[], Tensor]  # a parameter's are only read when a rule asks: they are big
     source: str = "activation"
+    span: Span | None = None
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Span | None:
+        return None if self.span is None else self.span.moved(move)
 
     @property
     def value(self) -> Tensor:
@@ -38,6 +64,15 @@ class Fact:
         """The layers that vary along `dim`."""
         dim %= len(self.shape)
         return [layer for layer in self.layers if dim in varying(layer)]
+
+
+def scaled_one(value: Tensor, layers: Sequence[Tensor]) -> Span | None:
+    """The span of a constant of every channel times a function of the position, as zero padding makes it."""
+    dims = [varying(layer) for layer in layers]
+    if len(dims) != 1 or len(dims[0]) != 1:
+        return None
+    small = compact(value)
+    return Span(dims[0][0], torch.where(small.isnan(), small, 0.0).expand(value.shape), (value,))
 
 
 def unknown(shape: Sequence[int]) -> Tensor:

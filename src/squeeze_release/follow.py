@@ -3,6 +3,8 @@
 Many widths in user code are derived from shapes and follow by themselves. Others are attributes (`num_heads`), which
 are set on the copy. Whether everything followed is seen by tracing the narrowed model: every op must have the shape
 that the plan predicts. Where it does not, the module at fault keeps its channels, with that reason.
+
+Shapes are all that counts here, so the trial is a hollow copy that holds no weights: a trace never depends on theirs.
 """
 
 from __future__ import annotations
@@ -16,19 +18,25 @@ from torch import fx, nn
 
 from .analyse import Analysis, rule_of, widths
 from .blocks import inside
+from .copies import borrowed, emptied, hollow
 from .errors import ExportError, InputError
 from .facts import Fact
 from .labels import Live
-from .masks import copy_model
 from .plan import Plan, make_plan
+from .refuse import refuse
+from .register import named_attributes, registered
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
-from .rules.elementwise import Combine, Unary
+from .rules.attention import Attention
+from .rules.create import Fill
+from .rules.elementwise import Combine, Identity, Unary
+from .rules.groupnorm import GroupNorm
 from .rules.shape import Move, Pieces
 from .trace import Trace, named_arguments, trace
 from .verify import Call
 
 _MOST_CHOICES = 16
+_WORDS = {"idx", "index", "id", "layer", "layers", "depth", "block", "stage", "step", "seed"}
 
 
 @dataclass(frozen=True)
@@ -37,16 +45,18 @@ class Problem:
     text: str
 
 
-Attribute = tuple[type, str, int]  # class, name, value
+Number = int | tuple[int, ...]
+Attribute = tuple[type, str, Number]  # class, name, value
+Widths = dict[int, list[int]]  # a width -> what became of it, at one place or another
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A plan, and the narrowed model with its traces."""
+    """A plan, what it saves, and the traces of the narrowed model."""
 
     plan: Plan
     live: Live
-    model: nn.Module
+    saved: int  # parameters
     traces: list[Trace]
 
 
@@ -56,35 +66,42 @@ def fit(ctx: Analysis, calls: list[Call]) -> Fit:
         live = ctx.settle()
         plan = make_plan(ctx, live)
         if plan.empty:
-            return Fit(plan, live, ctx.model, [])
+            return Fit(plan, live, 0, [])
         problem: Problem | None = None
         for attributes in choices(ctx, live):
             plan.attributes = attributes
-            model = rewrite(copy_model(ctx.model), plan)
-            found = check(ctx, live, plan, model, calls)
-            if not isinstance(found, Problem):
-                return Fit(plan, live, model, found)
+            found = attempt(ctx, live, plan, calls)
+            if isinstance(found, Fit):
+                return found
             problem = problem or found
         assert problem is not None
-        if not ctx.refuse(problem.module, problem.text):
-            raise ExportError(
-                f"the code of the model does not follow its own widths: {problem.text}",
-                where=problem.module or "the model",
-                consequence="nothing was changed",
-                remedy="name the module in keep=, and report this model",
-            )
+        if not refuse(ctx, problem.module, problem.text):
+            return Fit(Plan(), live, 0, [])  # everything stays, for that reason
 
 
-def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, int]]]:
-    """Ways to set the int attributes that look like a width which changed, the likeliest first.
+def attempt(ctx: Analysis, live: Live, plan: Plan, calls: list[Call]) -> Problem | Fit:
+    """Carry out a plan on a copy and look. Only where the hollow one gives trouble is one with real weights made."""
+    model = emptied(rewrite(hollow(ctx.model), plan))
+    found = check(ctx, live, plan, model, calls)
+    if isinstance(found, Problem):
+        with borrowed(ctx.model) as copy:
+            found = check(ctx, live, plan, rewrite(copy, plan), calls)
+    return found if isinstance(found, Problem) else Fit(plan, live, _size(ctx.model) - _size(model), found)
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, Number]]]:
+    """Ways to set the attributes that look like a width which changed, the likeliest first.
 
     A choice is made once for all modules of a class: this attribute follows the n-th of the widths that had its value.
     """
     wishes = _wishes(ctx, live)
-    ranges = [range(max(len(values) for values in places.values())) for places in wishes.values()]
-    every = itertools.islice(itertools.product(*ranges), 4096)
-    for picked in sorted(every, key=sum)[:_MOST_CHOICES]:
-        result: dict[str, dict[str, int]] = {}
+    sizes = [max(len(values) for values in places.values()) for places in wishes.values()]
+    for picked in itertools.islice(_picks(sizes), _MOST_CHOICES):
+        result: dict[str, dict[str, Number]] = {path: {**named} for path, named in named_attributes(ctx, live).items()}
         for (_, attribute, old), places, index in zip(wishes, wishes.values(), picked, strict=True):
             for path, values in places.items():
                 value = values[min(index, len(values) - 1)]
@@ -93,25 +110,64 @@ def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, int]]]:
         yield result
 
 
-def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[int]]]:
-    """For every int attribute with the value of a width that changed: what it may become, module by module."""
-    seen: dict[str, dict[int, list[int]]] = {}
+def _picks(sizes: list[int]) -> Iterator[list[int]]:
+    """Which option everyone takes: all of them their first, then one of them another, then two of them."""
+    for flips in range(len(sizes) + 1):
+        for which in itertools.combinations(range(len(sizes)), flips):
+            for others in itertools.product(*(range(1, sizes[i]) for i in which)):
+                other = dict(zip(which, others, strict=True))
+                yield [other.get(i, 0) for i in range(len(sizes))]
+
+
+def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[Number]]]:
+    """For every attribute with the value of a width that changed: what it may become, module by module."""
+    made: dict[str, Widths] = {}
+    read: dict[str, Widths] = {}
     for op in ctx.ops:
         if isinstance(rule_of(op), (Move, Pieces)) and not inside(op.module, ctx.dead):
-            for fact in op.outputs():
-                for old, new in zip(fact.shape, widths(fact, live), strict=True):
-                    seen.setdefault(op.module, {}).setdefault(old, []).append(new)
-    wishes: dict[Attribute, dict[str, list[int]]] = {}
-    for path, changed in seen.items():
+            for seen, facts in ((made, op.outputs()), (read, op.facts())):
+                for fact in facts:
+                    for old, new in zip(fact.shape, widths(fact, live), strict=True):
+                        seen.setdefault(op.module, {}).setdefault(old, []).append(new)
+        rule = rule_of(op)
+        if isinstance(rule, Attention):  # other paths of the same code repeat each key head so often
+            for old, new in rule.repeats(op, live):
+                made.setdefault(op.module, {}).setdefault(old, []).append(new)
+                read.setdefault(op.module, {})
+    wishes: dict[Attribute, dict[str, list[Number]]] = {}
+    for path in made:
         module = ctx.model.get_submodule(path)
-        if type(module).__module__.startswith("torch.nn."):
+        if type(module).__module__.startswith(("torch.nn.", f"{__package__}.")):
+            continue  # they follow their parameters
+        if registered(module) is not None:
             continue
         for attribute, value in vars(module).items():
-            known = changed.get(value, ()) if type(value) is int else ()
-            widths_now = [width for width in dict.fromkeys(known) if width != value]
-            if widths_now:  # the changed value first: an attribute that has the value of a width mostly is that width
-                wishes.setdefault((type(module), attribute, value), {})[path] = [*widths_now, value]
+            options = _options(value, made[path], read[path])
+            if _WORDS & set(
+                attribute.split("_")
+            ):  # `layer_idx` is no width: another value only if nothing else will do
+                options.sort(key=lambda option: option != value)
+            if len(options) > 1:
+                wishes.setdefault((type(module), attribute, value), {})[path] = options
     return wishes
+
+
+def _options(value: Any, made: Widths, read: Widths) -> list[Number]:
+    """What a number may become, the likeliest first.
+
+    One that has the value of a width that the module's code lays out mostly is that width. One that has the value of a
+    width that it takes apart (`dim - partial_dim`), or that is a shape, is tried only if nothing else will do.
+    """
+    if isinstance(value, tuple) and all(type(v) is int for v in value):
+        shape = tuple(made.get(v, [v])[0] for v in value)
+        return [value, shape] if shape != value else [value]
+    if type(value) is not int:
+        return []
+    now, taken = (list(dict.fromkeys(seen.get(value, ()))) for seen in (made, read))
+    changed = [width for width in now if width != value]
+    if changed:
+        return [*changed, value]
+    return [value, *[width for width in taken if width != value]]
 
 
 def check(ctx: Analysis, live: Live, plan: Plan, model: nn.Module, calls: list[Call]) -> Problem | list[Trace]:
@@ -137,6 +193,9 @@ def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> P
     facts = {op.node: op.out for op in ctx.ops}
     before = [node for node in _plain(old, plan) if not _cuts_nothing(by_node.get(node), live)]
     after = [node for node in _plain(new, plan) if not _is_whole(node)]
+    if len(after) < len(before):
+        idle = _copies_once(by_node, live)
+        before = [node for node in before if node not in idle]
     for was, now in itertools.zip_longest(before, after):
         place = old.module_of(was) if was is not None else new.module_of(now)
         if was is None or now is None or was.target != now.target:
@@ -149,6 +208,8 @@ def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> P
             return Problem(place, f"its code fixes a width: {_short(was)} gives {have} where {want} was planned")
         if _start(was) is not None and _start(now) != _moved_start(by_node[was], live):
             return Problem(place, f"its code fixes where a slice begins: {_short(was)}")
+        if isinstance(rule := rule_of(by_node[was]), GroupNorm) and now.args[1] != rule.groups_left(by_node[was], live):
+            return Problem(place, f"its code fixes a number of groups: {_short(was)}")
         if _numbers(was, old) != _numbers(now, new, plan.rescaled.get(place)):
             return Problem(place, f"a number in its code depends on a width: {_short(was)}")
     if _shapes(old.nodes[-1]) != _shapes(new.nodes[-1]):
@@ -161,6 +222,38 @@ def _cuts_nothing(op: Op | None, live: Live) -> bool:
     if op is None or not op.name.startswith(("aten.slice.", "aten.alias.")) or not isinstance(op.out, Fact):
         return False
     return widths(op.out, live) == widths(next(op.facts()), live)
+
+
+def _copies_once(by_node: dict[fx.Node, Op], live: Live) -> set[fx.Node]:
+    """Ops that lay copies of heads side by side, where one copy is left: code may well leave them out then."""
+    idle: set[fx.Node] = set()
+    for node, op in by_node.items():
+        copies = op.memo.get("copies")
+        if copies and all(int(live[labels].sum()) == 1 for labels in copies):
+            idle |= _round_trip(node, by_node, live)
+    return idle
+
+
+def _round_trip(node: fx.Node, by_node: dict[fx.Node, Op], live: Live) -> set[fx.Node]:
+    """The shape ops around a node, from one tensor to the next with the same shape; nothing where there is none."""
+
+    def shape(at: Any) -> tuple[int, ...] | None:
+        out = by_node[at].out if at in by_node else None
+        return widths(out, live) if isinstance(out, Fact) else None
+
+    chain = [node]
+    while isinstance(first := chain[0].args[0], fx.Node) and _unsqueezes(first) and len(first.users) == 1:
+        chain.insert(0, first)
+    while shape(chain[-1]) != shape(chain[0].args[0]):
+        (user, *others) = chain[-1].users or (node,)
+        if others or user is node or user not in by_node or not isinstance(rule_of(by_node[user]), (Move, Identity)):
+            return set()
+        chain.append(user)
+    return set(chain)
+
+
+def _unsqueezes(node: fx.Node) -> bool:
+    return str(node.target).startswith(("aten.unsqueeze.", "aten.slice.", "aten.alias."))
 
 
 def _is_whole(node: fx.Node) -> bool:
@@ -181,12 +274,16 @@ def _shapes(output: fx.Node) -> list[tuple[int, ...]]:
 
 
 def _plain(trace: Trace, plan: Plan) -> list[fx.Node]:
-    """The ops outside the modules that were swapped for others."""
+    """The ops outside the modules that were swapped for others, and without those that only touch memory.
+
+    Whether a tensor is laid out anew may depend on its widths: one head is contiguous as it is.
+    """
     swapped = {**plan.dead, **dict.fromkeys(plan.heads), **dict.fromkeys(plan.indices)}
     return [
         node
         for node in trace.nodes
         if node.op == "call_function"
+        and not str(node.target).startswith(("aten.contiguous.", "aten.clone."))
         and not set(trace.paths[node]) & set(swapped)
         and trace.module_of(node) not in swapped
     ]
@@ -202,7 +299,7 @@ def _numbers(node: fx.Node, trace: Trace, rescaled: tuple[float, float] | None =
     """What an op computes with beside its tensors: floats, for elementwise ops ints, and tensors made in the code."""
     if "squeeze_release" in str(node.target):  # statistics of a norm change on purpose
         return []
-    kinds = (int, float) if isinstance(RULES.get(node.target), (Combine, Unary)) else (float,)
+    kinds = (int, float) if isinstance(RULES.get(node.target), (Combine, Fill, Unary)) else (float,)
     numbers: list[object] = []
     for a in (*node.args, *node.kwargs.values()):
         if isinstance(a, fx.Node) and a.name in trace.constants:
@@ -214,7 +311,7 @@ def _numbers(node: fx.Node, trace: Trace, rescaled: tuple[float, float] | None =
 
 def _start(node: fx.Node) -> int | None:
     """Where a slice, narrow or select begins."""
-    if not _short(node).startswith(("aten.slice.", "aten.select.", "aten.narrow")):
+    if not _short(node).startswith(("aten.slice.", "aten.slice_scatter", "aten.select.", "aten.narrow")):
         return None
     given = named_arguments(node)
     size = node.args[0].meta["val"].shape[given["dim"]]  # type: ignore[union-attr]

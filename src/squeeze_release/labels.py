@@ -17,17 +17,21 @@ class Labels:
     """A growing set of labels with vectorised union-find."""
 
     def __init__(self) -> None:
-        self.parent = torch.zeros(0, dtype=torch.int64)
+        self._room = torch.arange(1024)  # doubled when it is full, so that a label costs the same in a big model
+        self.parent = self._room[:0]
 
     def fresh(self, count: int) -> Tensor:
-        new = torch.arange(len(self.parent), len(self.parent) + count)
-        self.parent = torch.cat([self.parent, new])
-        return new
+        start, end = len(self.parent), len(self.parent) + count
+        if end > len(self._room):
+            self._room = torch.cat([self.parent, torch.arange(start, 2 * end)])
+        self.parent = self._room[:end]
+        return torch.arange(start, end)
 
     def find(self, labels: Tensor) -> Tensor:
         root = self.parent[labels]
         while not torch.equal(root, above := self.parent[root]):
             root = above
+        self.parent[labels] = root  # a shorter way for the next one who asks
         return root
 
     def merge(self, a: Tensor, b: Tensor) -> None:
@@ -40,7 +44,6 @@ class Labels:
                 break
             a, b = a[apart], b[apart]
             self.parent.scatter_reduce_(0, torch.maximum(a, b), torch.minimum(a, b), "amin")
-        self.parent = self.find(torch.arange(len(self.parent)))
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Live:
         self.why = torch.full((len(self.root),), -1)
         self.reasons: list[Reason] = []
         self.grown = False
+        self._sizes = torch.bincount(self.root, minlength=len(self.root))
         self.row_of = torch.full((len(self.root),), -1)  # label -> the label that stands for its row in the finest grid
 
     def reluctance(self, labels: Tensor) -> Tensor:
@@ -71,8 +75,11 @@ class Live:
         row = self.row_of[labels]
         gone = (row >= 0) & ~self[row.clamp(min=0)]
         # The n-th dead label of its row costs n, so that rows are filled evenly; a row that is gone costs most.
-        rank = torch.stack([_rank(r, dead) for r, dead in zip(row, ~self[labels], strict=True)])
-        return rank + gone * labels.size(1)
+        return _rank(row, ~self[labels]) + gone * labels.size(1)
+
+    def members(self, labels: Tensor) -> Tensor:
+        """How many labels each one's class has."""
+        return self._sizes[self.root[labels]]
 
     def __getitem__(self, labels: Tensor) -> Tensor:
         return self.mask[self.root[labels]]
@@ -99,21 +106,24 @@ class Live:
             self.reasons.append(reason)
         self.why[new] = len(self.reasons) - 1
 
+    def given_reasons(self) -> list[Reason]:
+        """The reason of every class that stays."""
+        return [self.reasons[i] for i in self.why[self.mask & (self.why >= 0)].tolist()]
+
     def reason(self, label: int) -> Reason | None:
         index = int(self.why[self.root[label]])
         return self.reasons[index] if index >= 0 else None
 
 
 def _rank(groups: Tensor, counted: Tensor) -> Tensor:
-    """For each entry, how many counted entries of the same group come before it."""
-    order = torch.argsort(groups, stable=True)
-    running = counted[order].long().cumsum(0)
+    """For each entry of a table, how many counted entries of the same group, in its row, come before it."""
+    order = torch.argsort(groups, dim=1, stable=True)
+    groups, counted = groups.gather(1, order), counted.gather(1, order).long()
+    running = counted.cumsum(1)
     starts = torch.ones_like(groups, dtype=torch.bool)
-    starts[1:] = groups[order][1:] != groups[order][:-1]
-    before = torch.where(starts, running - counted[order].long(), 0).cummax(0).values
-    rank = torch.empty_like(running)
-    rank[order] = running - before
-    return rank
+    starts[:, 1:] = groups[:, 1:] != groups[:, :-1]
+    before = torch.where(starts, running - counted, 0).cummax(1).values
+    return torch.empty_like(running).scatter_(1, order, running - before)
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""Pruning masks become exact zeros; copies of a model, in float64 too, and counts."""
+"""Pruning masks become exact zeros; models in float64, checks and counts."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .copies import copy_model
 from .errors import MaskError, ModelError, WeightError
 from .modules import NarrowMultiheadAttention
+from .pieces import spans
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -29,45 +29,6 @@ WIDER = {
     torch.complex64: torch.complex128,
 }
 _RUNNING_STATISTICS = ("running_mean", "running_var")
-
-
-# --- copies ----------------------------------------------------------------------------------------------------------
-
-
-def copy_model(model: nn.Module) -> nn.Module:
-    """A deep copy, gradients left out, that also takes models pruned by torch.nn.utils.prune.
-
-    Hooks, train/eval flags, `requires_grad`, tied parameters and memory formats are those of `model`.
-    """
-    try:
-        with _CopyWithoutGraph():
-            replica = copy.deepcopy(model)
-    except Exception as error:
-        raise ModelError(
-            f"the model cannot be copied: {type(error).__name__}: {error}",
-            where=type(model).__name__,
-            consequence="it would have to be changed in place, which is never done",
-            remedy="take what copy.deepcopy(model) trips over (locks, open files, loggers) off the modules and hooks",
-        ) from error
-    for tensor in _tensors(replica):
-        tensor.grad = None
-    return replica
-
-
-class _CopyWithoutGraph(TorchFunctionMode):
-    """deepcopy refuses tensors with a graph behind them; prune leaves one such `weight` in every module it touches."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            return args[0].detach().clone()
-        return func(*args, **(kwargs or {}))
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 # --- float64 ---------------------------------------------------------------------------------------------------------
@@ -312,9 +273,11 @@ def check_finite(model: nn.Module) -> None:
 def _not_finite(tensor: Tensor) -> int:
     if not tensor.is_floating_point():
         return 0
+    tensor = tensor.detach() if tensor.dim() else tensor.detach()[None]
+    pieces = (tensor[span] for span in spans(tensor))
     if tensor.itemsize == 1:
-        tensor = tensor.float()  # isfinite has no float8 kernels
-    return tensor.numel() - int(torch.isfinite(tensor.detach()).sum())
+        pieces = (piece.float() for piece in pieces)  # isfinite has no float8 kernels
+    return sum(piece.numel() - int(torch.isfinite(piece).sum()) for piece in pieces)
 
 
 def prunable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,7 +1,7 @@
-"""Norms as single ops: while the model is traced, every layer norm module shows up as one node.
+"""Norms as single ops: while the model is traced, every layer norm and RMS norm module shows up as one node.
 
-A norm is recognised by what it does, not by its name: a module with a 1-d weight that equals F.layer_norm on random
-inputs, over the last dimension or over dimension 1.
+A norm is recognised by what it does, not by its name: a module with a 1-d weight that equals F.layer_norm or F.rms_norm
+on random inputs, over the last dimension or over dimension 1.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modules import CompensatedLayerNorm
+from .modules import CompensatedLayerNorm, CompensatedRMSNorm
 
 _library = torch.library.Library("squeeze_release", "DEF")
 _library.define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, int channel_dim, float eps, float removed, "
     "float removed_mean, float removed_m2) -> Tensor"
+)
+_library.define(
+    "rms_norm(Tensor x, Tensor? weight, int channel_dim, float? eps, float weight_offset, float removed, "
+    "float removed_squares) -> Tensor"
 )
 
 
@@ -27,7 +32,10 @@ def _fake_norm(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
 
 
-def _real_norm(
+# The plain formulas: they run once, when the example inputs are tried.
+
+
+def _layer_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -37,7 +45,6 @@ def _real_norm(
     removed_mean: float,
     removed_m2: float,
 ) -> Tensor:
-    """The plain formula: it runs once, when the example inputs are tried."""
     x = x.movedim(channel_dim, -1)
     total = x.size(-1) + removed
     mu = (x.double().sum(-1, keepdim=True) + removed * removed_mean) / total
@@ -47,28 +54,59 @@ def _real_norm(
     return (y if bias is None else y + bias).movedim(-1, channel_dim)
 
 
-_library.impl("layer_norm", _fake_norm, "Meta")
-_library.impl("layer_norm", _real_norm, "CPU")
-_library.impl("layer_norm", _real_norm, "CUDA")
+def _rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    channel_dim: int,
+    eps: float | None,
+    weight_offset: float,
+    removed: float,
+    removed_squares: float,
+) -> Tensor:
+    x = x.movedim(channel_dim, -1)
+    mean = (x.double().square().sum(-1, keepdim=True) + removed_squares) / (x.size(-1) + removed)
+    y = (x / (mean + (torch.finfo(x.dtype).eps if eps is None else eps)).sqrt()).to(x.dtype)
+    return (y if weight is None else y * (weight + weight_offset)).movedim(-1, channel_dim)
+
+
+for _name, _formula in (("layer_norm", _layer_norm), ("rms_norm", _rms_norm)):
+    _library.impl(_name, _fake_norm, "Meta")
+    _library.impl(_name, _formula, "CPU")
+    _library.impl(_name, _formula, "CUDA")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What a module computes, if it is a norm over one dimension."""
+
+    kind: str  # "layer" or "rms"
+    channel_dim: int = -1  # -1, or 1 for channels first
+    eps: float | None = None  # None: that of the input's dtype
+    weight_offset: float = 0.0  # 1 where the weight is stored as its difference from 1
 
 
 @contextmanager
 def as_one_op(module: nn.Module) -> Iterator[None]:
-    """Let a layer norm show up as one `squeeze_release::layer_norm` node while the block lasts."""
-    dim = channel_dim(module)
-    if dim is None:
+    """Let a norm show up as one `squeeze_release::layer_norm` or `rms_norm` node while the block lasts."""
+    norm = recognise(module)
+    if norm is None:
         yield
         return
 
-    stats = (0.0, 0.0, 0.0)
-    eps = float(module.eps)  # type: ignore[arg-type]
-    if isinstance(module, CompensatedLayerNorm):
-        stats = (float(module.count), float(module.mean), float(module.m2))
+    removed = tuple(float(number) for number in module.removed_statistics()) if _is_ours(module) else ()  # type: ignore[operator]
 
     def forward(x: Tensor) -> Tensor:
-        result: Tensor = torch.ops.squeeze_release.layer_norm(
-            x, getattr(module, "weight", None), getattr(module, "bias", None), dim, eps, *stats
-        )
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        result: Tensor
+        if norm.kind == "layer":
+            assert norm.eps is not None
+            result = torch.ops.squeeze_release.layer_norm(
+                x, weight, bias, norm.channel_dim, norm.eps, *(removed or (0.0, 0.0, 0.0))
+            )
+        else:
+            result = torch.ops.squeeze_release.rms_norm(
+                x, weight, norm.channel_dim, norm.eps, norm.weight_offset, *(removed or (0.0, 0.0))
+            )
         return result
 
     module.forward = forward
@@ -78,40 +116,62 @@ def as_one_op(module: nn.Module) -> Iterator[None]:
         del module.__dict__["forward"]
 
 
-def channel_dim(module: nn.Module) -> int | None:
-    """Over which dimension a module is a layer norm (-1 or 1), or None if it is not one."""
+def _is_ours(module: nn.Module) -> bool:
+    return isinstance(module, (CompensatedLayerNorm, CompensatedRMSNorm))
+
+
+def recognise(module: nn.Module) -> Norm | None:
+    """The norm that a module computes, or None if it is not one."""
     if isinstance(module, CompensatedLayerNorm):
-        return module.channel_dim
+        return Norm("layer", module.channel_dim, module.eps)
+    if isinstance(module, CompensatedRMSNorm):
+        return Norm("rms", module.channel_dim, module.eps, module.weight_offset)
     if type(module) is nn.LayerNorm:
-        return -1 if len(module.normalized_shape) == 1 else None
+        return Norm("layer", eps=module.eps) if len(module.normalized_shape) == 1 else None
+    if type(module) is nn.RMSNorm:
+        return Norm("rms", eps=module.eps) if len(module.normalized_shape) == 1 else None
     weight = getattr(module, "weight", None)
-    if (
-        any(module.children())
-        or not isinstance(weight, nn.Parameter)
-        or weight.dim() != 1
-        or "forward" in module.__dict__
-    ):
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or any(module.children()) or module._buffers:
         return None
-    if not isinstance(getattr(module, "eps", None), float) or set(module._buffers):
+    if "forward" in module.__dict__ or {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
         return None
-    return next((dim for dim in (-1, 1) if _behaves(module, dim)), None)
+    candidates = [norm for eps in _small_floats(module) for norm in _norms(eps)]
+    return next((norm for norm in candidates if _behaves(module, norm)), None)
 
 
-def _behaves(module: nn.Module, dim: int) -> bool:
-    """Compare with F.layer_norm on random numbers, small ones too so that eps counts."""
+def _small_floats(module: nn.Module) -> list[float]:
+    """Attributes that may be its eps."""
+    own = [value for name, value in vars(module).items() if isinstance(value, float) and "eps" in name]
+    return list(dict.fromkeys(own))
+
+
+def _norms(eps: float) -> Iterator[Norm]:
+    for dim in (-1, 1):
+        yield Norm("layer", dim, eps)
+        yield Norm("rms", dim, eps)
+        yield Norm("rms", dim, eps, weight_offset=1.0)
+
+
+def _behaves(module: nn.Module, norm: Norm) -> bool:
+    """Compare with the norm on random numbers, small ones too so that eps counts."""
+    bias = getattr(module, "bias", None)
+    if norm.kind == "rms" and bias is not None:
+        return False
     twin = copy.deepcopy(module).double().cpu().eval()
-    weight: Tensor = twin.weight  # type: ignore[assignment]
-    bias = getattr(twin, "bias", None)
+    weight, bias = twin.weight, getattr(twin, "bias", None)
+    assert isinstance(weight, Tensor) and norm.eps is not None
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        weight.normal_(generator=generator)
-        if bias is not None:
-            bias.normal_(generator=generator)
+        for parameter in twin.parameters():
+            parameter.normal_(generator=generator)
         for scale in (1.0, 1e-3):
             x = scale * torch.randn((2, 3, 5, len(weight)), generator=generator, dtype=torch.float64)
-            want = F.layer_norm(x, (len(weight),), weight, bias, twin.eps)  # type: ignore[arg-type]
+            if norm.kind == "layer":
+                want = F.layer_norm(x, weight.shape, weight, bias, norm.eps)
+            else:
+                want = F.rms_norm(x, weight.shape, weight + norm.weight_offset, norm.eps)
             try:
-                got = twin(x.movedim(-1, dim)).movedim(dim, -1)
+                got = twin(x.movedim(-1, norm.channel_dim)).movedim(norm.channel_dim, -1)
             except Exception:
                 return False
             # Some norms compute in float32 inside; verification, which lifts such casts, is the judge in the end.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from .blocks import Replacement, inside
 from .labels import Live
+from .norms import Norm
 from .rules import Op
+from .rules.carriers import Carried
 
 if TYPE_CHECKING:
     from .analyse import Analysis
@@ -36,6 +39,14 @@ class ConstantRows:
 
 
 @dataclass(frozen=True)
+class Carry:
+    """Columns of a weight that other columns take over, group by group of its rows."""
+
+    columns: int  # dimension of the weight that holds the inputs
+    groups: tuple[Carried | None, ...]
+
+
+@dataclass(frozen=True)
 class Heads:
     """What is left of an attention module."""
 
@@ -52,19 +63,23 @@ class Plan:
     slices: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dimension -> indices that stay
     folded: dict[str, Fold] = field(default_factory=dict)  # by bias, or by module where there is none yet
     constant: dict[str, ConstantRows] = field(default_factory=dict)  # by module
-    scaled: dict[str, tuple[Tensor, float]] = field(default_factory=dict)  # parameter -> rows, factor
+    scaled: dict[str, Tensor] = field(default_factory=dict)  # parameter -> a factor for every row
+    carried: dict[str, Carry] = field(default_factory=dict)  # weight -> columns that go into others
     replaced_values: dict[str, Tensor] = field(default_factory=dict)
     indices: dict[str, Tensor] = field(default_factory=dict)  # module -> input channels it gathers
+    placed: dict[str, Tensor] = field(default_factory=dict)  # module -> rows it computes, the others being constant
     groups: dict[str, int] = field(default_factory=dict)
-    norms: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # module -> removed constants, channel dimension
+    group_columns: dict[str, Tensor] = field(default_factory=dict)  # grouped weight -> columns that stay, by group
+    sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> attributes that a rule sets
+    norms: dict[str, tuple[Norm, Tensor]] = field(default_factory=dict)  # module -> the constants that it loses
     heads: dict[str, Heads] = field(default_factory=dict)
     rescaled: dict[str, tuple[float, float]] = field(default_factory=dict)  # module -> float attribute, old and new
-    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    attributes: dict[str, dict[str, int | tuple[int, ...]]] = field(default_factory=dict)
     dead: dict[str, Replacement] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
-        return not (self.slices or self.dead)
+        return not (self.slices or self.placed or self.dead)
 
     # What rules say in `absorb`:
 
@@ -78,27 +93,33 @@ class Plan:
     def index(self, module: str, index: Tensor) -> None:
         self.indices[module] = index
 
+    def carry(self, weight: str, columns: int, groups: Sequence[Carried | None]) -> None:
+        self.carried[weight] = Carry(columns, tuple(groups))
+
+    def scale(self, name: str, factors: Tensor) -> None:
+        self.scaled[name] = factors if name not in self.scaled else self.scaled[name] * factors
+
     def depthwise(self, module: str, index: Tensor, inputs: int) -> None:
         """Each output channel reads the input channel that `index` names, out of `inputs`."""
         self.groups[module] = len(index)
         if not torch.equal(index, torch.arange(inputs)):
             self.indices[module] = index
 
-    def compensate(self, module: str, constants: Tensor, channel_dim: int) -> None:
-        self.norms[module] = (constants, channel_dim)
+    def compensate(self, module: str, norm: Norm, constants: Tensor) -> None:
+        self.norms[module] = (norm, constants)
 
     def values(self, name: str, values: Tensor) -> None:
         self.replaced_values[name] = values
 
     def scale_rows(self, ctx: Analysis, labels: Tensor, factor: float) -> None:
         """Scale the rows of the weights that carry these labels, and their biases."""
-        for name, dims in list(ctx.param_dims.items()):
-            rows = torch.isin(dims[0], labels) if dims and dims[0] is not None else None
-            if rows is None or not bool(rows.any()):
-                continue
-            self.scaled[name] = (rows, factor)
-            for bias in {op.param("bias") for op in ctx.readers.get(name, []) if op.param("weight") == name} - {None}:
-                self.scaled[str(bias)] = (rows, factor)
+        for name in [owner[0] for owner in ctx.owners(labels) if owner is not None and owner[1] == 0]:
+            mine = ctx.param_labels(name, 0)
+            assert mine is not None
+            factors = torch.where(torch.isin(mine, labels), torch.tensor(factor, dtype=torch.float64), 1.0)
+            biases = {op.param("bias") for op in ctx.readers.get(name, []) if op.param("weight") == name} - {None}
+            for each in (name, *map(str, biases)):
+                self.scaled[each] = factors
 
     def rescale_attribute(self, module: str, old: float, new: float) -> None:
         self.rescaled[module] = (old, new)

@@ -13,11 +13,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from .blocks import inside
+from .copies import hollow
 from .facts import Fact
 from .labels import Live
 from .masks import Counts, count
-from .modules import Constant, NarrowMultiheadAttention, Passthrough, Shift
+from .modules import PLACED, Constant, NarrowMultiheadAttention, Passthrough, Shift
+from .pieces import nonzero_columns, nonzero_rows
 from .plan import Plan
+from .rules.carriers import CARRIES
 from .verify import Verification
 
 if TYPE_CHECKING:
@@ -59,6 +62,8 @@ class Report:
     kept: tuple[Kept, ...]
     verification: Verification | None
     seconds: float
+    carriers: int
+    """Channels that stay because they stand for others too: see `rules/carriers.py`."""
     slices: dict[str, dict[int, Tensor]]
     """Parameter -> dimension -> the indices that stayed, where some went."""
 
@@ -143,26 +148,42 @@ def _totals(report: Report) -> Table:
     return table
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What a report says of a model as it was, which may be gone by then."""
+
+    counts: Counts
+    model: nn.Module  # without weights
+
+
+def outline(model: nn.Module) -> Outline:
+    return Outline(count(model), hollow(model))
+
+
 def make_report(
     ctx: Analysis,
     last: Fit,
     plans: list[Plan],
-    old: nn.Module,
+    old: Outline,
     new: nn.Module,
     proof: Verification | None,
     seconds: float,
 ) -> Report:
     kept = _kept(ctx, last.live, last.plan)
-    return Report(count(old), count(new), _layers(old, new), kept, proof, seconds, _slices(plans))
+    carriers = sum(reason.text == CARRIES for reason in last.live.given_reasons())
+    return Report(old.counts, count(new), _layers(old.model, new), kept, proof, seconds, carriers, _slices(plans))
 
 
 def _slices(plans: list[Plan]) -> dict[str, dict[int, Tensor]]:
     """What stayed after all steps, in indices of the original."""
     total: dict[str, dict[int, Tensor]] = {}
     for plan in plans:
-        for name, dims in plan.slices.items():
+        rows = {f"{path}.{name}".lstrip("."): {0: i} for path, i in plan.placed.items() for name in ("weight", "bias")}
+        for name, dims in [*plan.slices.items(), *rows.items()]:
             before = total.setdefault(name, {})
             before |= {dim: before[dim][index] if dim in before else index for dim, index in dims.items()}
+        for path in plan.placed:  # made anew, not sliced
+            total.pop(f"{path}.fill".lstrip("."), None)
     return total
 
 
@@ -190,7 +211,8 @@ def _width(module: nn.Module) -> str:
     weight = getattr(module, "weight", None)
     for one, other in (("in_features", "out_features"), ("in_channels", "out_channels")):
         if hasattr(module, one) and isinstance(weight, Tensor):
-            return f"{getattr(module, one)} -> {getattr(module, other)}"
+            width = f"{getattr(module, one)} -> {getattr(module, other)}"
+            return f"{width} of {len(module.place)}" if isinstance(module, tuple(PLACED.values())) else width  # type: ignore[arg-type]
     shapes = [f"{'x'.join(map(str, p.shape))}" for _, p in module.named_parameters(recurse=False)]
     kind = type(module).__name__
     return f"{kind} {shapes[0]}" if shapes else kind
@@ -213,12 +235,7 @@ def _kept(ctx: Analysis, live: Live, plan: Plan) -> tuple[Kept, ...]:
             if labels is None or (weight, what) in seen or tensor.size(dim) != len(labels):
                 continue
             seen.add((weight, what))
-            others = [d for d in range(tensor.dim()) if d != dim]
-            zero = (
-                ~(tensor != 0).any(dim=others[0])
-                if len(others) == 1
-                else ~(tensor != 0).movedim(dim, 0).flatten(1).any(1)
-            )
+            zero = ~(nonzero_rows if dim == 0 else nonzero_columns)(tensor)
             for label in labels[zero & live[labels]].tolist():
                 found[op.module, what, str(live.reason(label))] += 1
     return tuple(Kept(name or "(model)", what, number, reason) for (name, what, reason), number in found.items())

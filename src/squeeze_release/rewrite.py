@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from .blocks import Replacement
+from .copies import drop_gradients
+from .masks import bake_masks
 from .modules import (
     CompensatedLayerNorm,
+    CompensatedRMSNorm,
     Constant,
     NarrowMultiheadAttention,
     Passthrough,
     Shift,
     narrow_attention,
     with_index,
+    with_place,
 )
-from .plan import ConstantRows, Fold, Plan
+from .norms import Norm
+from .plan import Carry, ConstantRows, Fold, Plan
 
 
 class Tensors:
@@ -43,8 +50,9 @@ class Tensors:
     def __setitem__(self, name: str, new: Tensor) -> None:
         old = self[name]
         new = new.to(old.device, old.dtype)
-        if old.dim() in (4, 5) and not old.is_contiguous():  # channels last stays channels last
-            new = new.contiguous(memory_format=torch.channels_last if old.dim() == 4 else torch.channels_last_3d)
+        channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(old.dim())
+        if channels_last and not old.is_contiguous() and old.is_contiguous(memory_format=channels_last):
+            new = new.contiguous(memory_format=channels_last)
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
         for tied in self.names[name]:
@@ -60,19 +68,42 @@ def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
         _make_constant(tensors, rows, plan)
     for fold in plan.folded.values():
         _add_to_bias(tensors, fold, plan)
-    for name, (which, factor) in plan.scaled.items():
+    for name, factors in plan.scaled.items():
         old = tensors[name]
-        scale = torch.ones(len(which), dtype=torch.float64)
-        scale[which] = factor
-        tensors[name] = old.double() * scale.to(old.device).reshape(-1, *[1] * (old.dim() - 1))
+        tensors[name] = old.double() * factors.to(old.device).reshape(-1, *[1] * (old.dim() - 1))
+    for name, carry in plan.carried.items():
+        tensors[name] = _carry(tensors[name], carry)
     for name, values in plan.replaced_values.items():
         tensors[name] = values
+    for name, columns in plan.group_columns.items():
+        tensors[name] = _columns_of_groups(tensors[name], columns)
     for name, dims in plan.slices.items():
         new = tensors[name]
         for dim, index in dims.items():
-            new = new.index_select(dim, index.to(new.device))
+            # Along a dimension that is expanded, as in a hollow copy, one entry is like the other.
+            hollow = new.stride(dim) == 0
+            new = new.narrow(dim, 0, len(index)) if hollow else new.index_select(dim, index.to(new.device))
         tensors[name] = new
     return _refit(model, plan)
+
+
+def _columns_of_groups(weight: Tensor, columns: Tensor) -> Tensor:
+    """The columns of a grouped weight that each of its groups keeps."""
+    rows = weight.unflatten(0, (len(columns), -1)).unbind(0)
+    return torch.cat([row.index_select(1, kept.to(weight.device)) for row, kept in zip(rows, columns, strict=True)])
+
+
+def carry_out(plans: Sequence[Plan], source: nn.Module) -> nn.Module:
+    """Narrow the user's own model, masks and all. Old tensors are freed one by one, so it takes next to no memory.
+
+    Only for plans that were carried out on a copy before: there is no way back.
+    """
+    bake_masks(source)
+    drop_gradients(source)
+    small = functools.reduce(rewrite, plans, source)
+    if small is not source:  # a model that is itself a single layer
+        source.__class__, source.__dict__ = small.__class__, small.__dict__
+    return source
 
 
 def _make_constant(tensors: Tensors, rows: ConstantRows, plan: Plan) -> None:
@@ -94,11 +125,27 @@ def _add_to_bias(tensors: Tensors, fold: Fold, plan: Plan) -> None:
         old = tensors[fold.bias]
         tensors[fold.bias] = old.double() + fold.delta.to(old.device)
         return
+    if not bool(fold.delta.any()):
+        return
     like = tensors[fold.weight]
     index = plan.slices.get(fold.weight, {}).get(fold.rows)
     delta = fold.delta if index is None else fold.delta[index]
     new = nn.Parameter(delta.to(like.device, like.dtype), requires_grad=like.requires_grad)
     tensors.model.get_submodule(fold.module).bias = new
+
+
+def _carry(weight: Tensor, carry: Carry) -> Tensor:
+    """Add the columns that go to those of their carriers."""
+    if not any(weight.stride()):  # a hollow copy
+        return weight
+    new = weight.clone()
+    wide = new.movedim(carry.columns, 1)
+    for rows, found in zip(wide.chunk(len(carry.groups)), carry.groups, strict=True):
+        if found is not None:
+            gone, carriers = found.gone.to(new.device), found.carriers.to(new.device)
+            more = torch.tensordot(rows[:, gone].double(), found.factors.to(new.device), dims=([1], [0])).movedim(-1, 1)
+            rows[:, carriers] = (rows[:, carriers].double() + more).to(new.dtype)
+    return new
 
 
 def _refit(model: nn.Module, plan: Plan) -> nn.Module:
@@ -107,6 +154,9 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
         model.get_submodule(path).groups = groups  # type: ignore[assignment]
     for module in model.modules():
         refresh(module)
+    for path, sizes in plan.sizes.items():
+        for attribute, size in sizes.items():
+            setattr(model.get_submodule(path), attribute, size)
     for path, (old, new) in plan.rescaled.items():
         _rescale(model.get_submodule(path), old, new)
     for path, attributes in plan.attributes.items():
@@ -114,8 +164,10 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
             setattr(model.get_submodule(path), attribute, value)
     for path, index in plan.indices.items():
         model = _swap(model, path, with_index(model.get_submodule(path), index))
-    for path, (constants, channel_dim) in plan.norms.items():
-        model = _swap(model, path, compensated(model.get_submodule(path), constants, channel_dim))
+    for path, live in plan.placed.items():
+        model = _swap(model, path, with_place(model.get_submodule(path), live))
+    for path, (norm, constants) in plan.norms.items():
+        model = _swap(model, path, compensated(model.get_submodule(path), norm, constants))
     for path, heads in plan.heads.items():
         mha = model.get_submodule(path)
         assert isinstance(mha, (nn.MultiheadAttention, NarrowMultiheadAttention))
@@ -130,16 +182,17 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
 def _leave_fast_path(module: nn.Module) -> None:
     """nn.TransformerEncoder's fast path reads the parameters of its layers without calling them."""
     if isinstance(module, nn.TransformerEncoderLayer):
-        if not all(type(norm) is nn.LayerNorm for norm in (module.norm1, module.norm2)):
+        plain = all(type(norm) is nn.LayerNorm for norm in (module.norm1, module.norm2))
+        if not plain or not all(type(linear) is nn.Linear for linear in (module.linear1, module.linear2)):
             module.activation_relu_or_gelu = 0
     elif isinstance(module, nn.TransformerEncoder):
-        plain = [
+        fast = [
             type(layer) is nn.TransformerEncoderLayer
             and type(layer.self_attn) is nn.MultiheadAttention
             and layer.activation_relu_or_gelu
             for layer in module.layers
         ]
-        module.use_nested_tensor = module.use_nested_tensor and all(plain)
+        module.use_nested_tensor = module.use_nested_tensor and all(fast)
 
 
 def refresh(module: nn.Module) -> None:
@@ -162,21 +215,26 @@ def refresh(module: nn.Module) -> None:
         module.num_parameters = len(weight)
 
 
-def compensated(norm: nn.Module, constants: Tensor, channel_dim: int) -> CompensatedLayerNorm:
+def compensated(old: nn.Module, norm: Norm, constants: Tensor) -> nn.Module:
     """The norm on fewer channels, with the statistics of the removed ones."""
-    if isinstance(norm, CompensatedLayerNorm):
-        norm.normalized_shape = (norm.normalized_shape[0] - len(constants),)
-        norm.merge(constants)
-        return norm
-    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    width = len(weight) if weight is not None else int(norm.normalized_shape[0]) - len(constants)  # type: ignore[index]
-    new = CompensatedLayerNorm(width, float(norm.eps), elementwise_affine=False, channel_dim=channel_dim)  # type: ignore[arg-type]
-    new.weight, new.bias = weight, bias
-    like = next(iter(norm.parameters()), None)
+    if isinstance(old, (CompensatedLayerNorm, CompensatedRMSNorm)):
+        old.normalized_shape = (old.normalized_shape[0] - len(constants),)
+        old.merge(constants)
+        return old
+    weight, like = getattr(old, "weight", None), next(iter(old.parameters()), None)
+    width = len(weight) if weight is not None else int(old.normalized_shape[0]) - len(constants)  # type: ignore[index]
+    new: CompensatedLayerNorm | CompensatedRMSNorm
+    if norm.kind == "rms":
+        new = CompensatedRMSNorm(width, norm.eps, False, weight_offset=norm.weight_offset, channel_dim=norm.channel_dim)
+    else:
+        assert norm.eps is not None
+        new = CompensatedLayerNorm(width, norm.eps, False, channel_dim=norm.channel_dim)
+        new.bias = getattr(old, "bias", None)
+    new.weight = weight
     if like is not None:
         new.to(like.device)
     new.merge(constants)
-    _inherit(new, norm)
+    _inherit(new, old)
     return new
 
 

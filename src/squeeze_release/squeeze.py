@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from . import bookkeeping
 from .analyse import RULE_SETS, analyse
+from .compaction import plan_compaction
+from .copies import borrow, borrowed, copy_model, emptied
 from .errors import InputError
 from .follow import fit
-from .masks import bake_masks, check_finite, copy_model
-from .report import Report, make_report
-from .rewrite import rewrite
-from .trace import as_calls, trace
+from .masks import bake_masks, check_finite
+from .plan import Plan
+from .report import Report, make_report, outline
+from .rewrite import carry_out, rewrite
+from .trace import Trace, as_calls, trace
 from .training import feeds_training_branches
 from .unwrap import unwrap
+from .verify import Call
 from .verify import verify as compare
 
 
@@ -37,16 +41,20 @@ def squeeze(
     verify: bool = True,
     keep: Sequence[str] = (),
     rules: str = "all",
+    compaction: str | None = None,
 ) -> Squeezed:
     """Remove every channel, head and block that does not matter, and prove that the function is the same.
 
     Args:
         model: any module; zeros may be plain, or masks of `torch.nn.utils.prune` or of a parametrization.
         example_inputs: a tensor, a tuple of arguments, or a list of such calls; `kwargs` go with each of them.
-        inplace: change `model` itself. By default it is left untouched.
+        inplace: change `model` itself. By default it is left untouched. With `verify=False` no copy is made either: all
+            is planned and tried without weights first, then one tensor after the other is replaced.
         verify: compare old and new in float64 (and raise `VerificationError` if they differ).
         keep: names of modules that must not change their widths.
         rules: "all", or one of the paper's rule sets "A", "AB", "paper".
+        compaction: "index" lets a Linear or Conv compute and read less than the width of a stream that cannot shrink:
+            it gathers its inputs and places its outputs by index. Fewer parameters, but index operations.
 
     >>> import torch, squeeze_release as sr
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -57,41 +65,60 @@ def squeeze(
     (2, 58, 16)
     """
     started = time.perf_counter()
-    _check_arguments(rules)
+    _check_arguments(rules, compaction)
     source = unwrap(model)
     keep = _check_keep(source, [keep] if isinstance(keep, str) else keep)
-    masked = copy_model(source)
+    frugal = inplace and not verify
+    masked = borrow(source) if frugal else copy_model(source)
     bake_masks(masked)
     check_finite(masked)
 
-    calls = as_calls(example_inputs, kwargs)
+    calls, before = as_calls(example_inputs, kwargs), outline(masked)
     small, plans = masked, []
-    traces = [trace(small, call) for call in calls]  # 1. trace
+    # The same steps in float64. Constants are read from it: in `small`, what earlier steps folded is rounded already.
+    exact = copy_model(masked).double() if verify else None
+    first = traces = _traces(small, calls)  # 1. trace
     while True:
-        facts = analyse(small, traces, rules, keep)  # 2. constants, forward
+        facts = analyse(small, traces, rules, keep, exact)  # 2. constants, forward
         facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
-        fitted = fit(facts, calls)  # 3. liveness, backward  4. plan  5. rewrite a copy of the modules
-        if not _size(fitted.model) < _size(small):
+        fitted = fit(facts, calls)  # 3. liveness, backward  4. plan, and see that the code follows it
+        step = fitted.plan if fitted.saved > 0 else plan_compaction(facts) if compaction else Plan()
+        if step.empty:
             break
         # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
-        small, traces = fitted.model, fitted.traces
-        plans.append(fitted.plan)
-    proof = None
-    if verify:  # 6. old against new
-        exact = functools.reduce(rewrite, plans, copy_model(masked).double())
-        proof = compare(masked, small, calls, exact=exact)
-    report = make_report(facts, fitted, plans, masked, small, proof, time.perf_counter() - started)
+        traces = fitted.traces if fitted.saved > 0 else _traces(rewrite(borrow(small), step), calls)
+        plans.append(step)
+        if frugal:  # 5. rewrite the modules
+            emptied(masked)  # which gives back what it borrowed
+            small = carry_out([step], source)
+        else:
+            small = rewrite(borrow(small), step)
+        exact = rewrite(exact, step) if exact is not None else None
+    if plans:
+        bookkeeping.update(small, first, traces, calls)
+    proof = compare(masked, small, calls, exact=exact) if verify else None  # 6. old against new
+    report = make_report(facts, fitted, plans, before, small, proof, time.perf_counter() - started)
     if inplace:
-        source.__class__, source.__dict__ = small.__class__, small.__dict__
-        small = source
+        small = carry_out([] if frugal else plans, source)
+        if plans and not frugal:
+            bookkeeping.update(small, first, traces, calls)
     return Squeezed(small, report)
 
 
-def _size(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def _traces(model: nn.Module, calls: list[Call]) -> list[Trace]:
+    """Of a copy, for a forward may leave things on its modules."""
+    with borrowed(model) as copy:
+        return [trace(copy, call) for call in calls]
 
 
-def _check_arguments(rules: str) -> None:
+def _check_arguments(rules: str, compaction: str | None) -> None:
+    if compaction not in (None, "index"):
+        raise InputError(
+            f"compaction={compaction!r} is not a way of compacting",
+            where="squeeze(..., compaction=)",
+            consequence="nothing was changed",
+            remedy="use None or 'index'",
+        )
     if rules not in RULE_SETS:
         raise InputError(
             f"rules={rules!r} is not a rule set",

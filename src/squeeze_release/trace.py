@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from .einsum import EinsumAsMatmul
 from .errors import ExportError, InputError, SqueezeError
+from .modules import NarrowMultiheadAttention
 from .norms import as_one_op
 from .verify import Call
 
@@ -108,6 +110,7 @@ def trace(model: nn.Module, call: Call) -> Trace:
         name
         for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     }
+    _drop_unused_weights(program.graph, model)
     nodes = list(program.graph.nodes)
     first: dict[int, str] = {}  # a module may have several names: it goes by the first
     names = {name: first.setdefault(id(module), name) for name, module in model.named_modules(remove_duplicate=False)}
@@ -115,11 +118,31 @@ def trace(model: nn.Module, call: Call) -> Trace:
     return Trace(nodes, {k: v for k, v in params.items() if v in known}, calls, made, paths)
 
 
+def _drop_unused_weights(graph: fx.Graph, model: nn.Module) -> None:
+    """nn.MultiheadAttention computes weights that nobody may ask for. Its stand-in does not look at them either."""
+    ours = {
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, (nn.MultiheadAttention, NarrowMultiheadAttention))
+    }
+    for node in reversed(graph.nodes):
+        unused = node.op == "call_function" and not node.users and not _writes(node)
+        if unused and _paths(node)[-1:] and _paths(node)[-1] in ours:
+            graph.erase_node(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or bool(schema.is_mutable)
+
+
 @contextmanager
 def traceable(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, norms as single ops, fused attention where a module has the choice; undone after."""
+    """Eval mode, no gradients, norms and einsums as ops with rules, fused attention if one can choose; undone after."""
     with ExitStack() as undo:
         undo.enter_context(torch.no_grad())
+        undo.enter_context(EinsumAsMatmul())
+        undo.enter_context(_without_autocast())
         for module in model.modules():
             undo.callback(setattr, module, "training", module.training)
             if getattr(module, "fused_attn", None) is False:
@@ -131,6 +154,18 @@ def traceable(model: nn.Module) -> Iterator[None]:
         undo.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
         yield
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """torch.export hides what a forward does under `torch.autocast` in a graph of its own; channels do not care."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]
+    torch.autocast.__exit__ = lambda self, *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 def _probe(model: nn.Module, call: Call) -> dict[str, ModuleCall]:

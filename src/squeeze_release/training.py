@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .masks import copy_model
+from .copies import borrowed
 from .trace import Trace
 from .verify import Call
 
@@ -20,9 +20,8 @@ def feeds_training_branches(model: nn.Module, call: Call, traces: list[Trace]) -
         for name, module in model.named_modules()
         if any(True for _ in module.parameters()) and not any(trace.calls[name].count for trace in traces)
     }
-    if not idle:
-        return []
-    copy = copy_model(model).train()
+    if not any(True for name in idle for _ in model.get_submodule(name).parameters(recurse=False)):
+        return []  # a mere container, nn.ModuleList for one, is never called
     writers: dict[int, tuple[str, Tensor]] = {}  # the tensor is held, so that its id stays its own
     found: list[str | tuple[int, ...]] = []
 
@@ -38,10 +37,10 @@ def feeds_training_branches(model: nn.Module, call: Call, traces: list[Trace]) -
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
 
-    for name, module in copy.named_modules():
-        watch(name, module)
-    with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings():
+    with borrowed(model) as copy, torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        for name, module in copy.train().named_modules():
+            watch(name, module)
         try:
             copy(*call[0], **call[1])
         except Exception:  # a batch too small for batch norm, say: then there is nothing to learn here

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .copies import copy_model
 from .errors import InputError, VerificationError
-from .masks import InFloat64, copy_model, to_float64, widen
+from .masks import InFloat64, to_float64, widen
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Outputs = dict[str, Any]

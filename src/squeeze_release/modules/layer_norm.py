@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .state import KeepsFloat64
 
-class CompensatedLayerNorm(nn.Module):
+
+class CompensatedLayerNorm(KeepsFloat64):
     """LayerNorm that remembers the constant channels it lost: same output on the kept channels, at the kept width.
 
     Of the K removed channels it stores `count` K, `mean` m_R and `m2`, the sum of squared deviations, in float64. With
@@ -75,6 +76,9 @@ class CompensatedLayerNorm(nn.Module):
     def removed(self) -> int:
         """How many channels are gone: K."""
         return self._removed
+
+    def removed_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.count, self.mean, self.m2
 
     @property
     def S(self) -> Tensor:
@@ -145,15 +149,6 @@ class CompensatedLayerNorm(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self._derive()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompensatedLayerNorm:
-        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():
-            new = self._buffers[name]
-            if new is not None and new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device)
-        return self
 
     def extra_repr(self) -> str:
         return f"{self._kept}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"

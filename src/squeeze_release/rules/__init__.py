@@ -4,7 +4,7 @@ A rule is three small functions: `forward` says what is known of the output, `ne
 need, `absorb` how the parameters change when channels go. Its docstring states its algebra.
 """
 
-from . import affine, attention, elementwise, index, norm, pool, shape
+from . import affine, attention, carriers, create, elementwise, groupnorm, index, matmul, norm, pool, shape, window
 from .base import RULES, UNKNOWN, Op, Rule, flat, rule
 
 __all__ = [
@@ -14,11 +14,16 @@ __all__ = [
     "Rule",
     "affine",
     "attention",
+    "carriers",
+    "create",
     "elementwise",
     "flat",
+    "groupnorm",
     "index",
+    "matmul",
     "norm",
     "pool",
     "rule",
     "shape",
+    "window",
 ]

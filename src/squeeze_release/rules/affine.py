@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,10 @@ from torch import Tensor
 
 from ..facts import Fact, compact, uniform, unknown, vector
 from ..labels import Live
+from ..pieces import constant_rows, matvec, read_columns, spans
+from . import parts
 from .base import Facts, Op, Rule, blank, contracted, passed_on, rule
+from .carriers import Request, carried, known, request
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
@@ -38,9 +42,9 @@ class Affine(Rule):
     """y_j = b_j + sum_k W_jk x_k.
 
     Constant: y_j, where every x_k with W_jk != 0 is constant (in front of zero padding: is 0).
-    Need: x_k, where some living row j has W_jk != 0 and x_k is not such a constant.
-    Absorb: b_j += W_jk c_k for every constant x_k that goes. A missing bias is created.
-    Unread coordinates of a model input are left out by an index.
+    Need: x_k, where some living row j has W_jk != 0 and x_k is neither such a constant nor carried by others.
+    Absorb: b_j += W_jk c_k for every constant x_k that goes; what a bias cannot hold goes into the columns of carriers
+    (`rules/carriers.py`). A missing bias is created. Unread coordinates of a model input are left out by an index.
     """
 
     def geometry(self, op: Op) -> Geometry:
@@ -67,10 +71,9 @@ class Affine(Rule):
         for d in range(2, len(op.given["weight"].shape)):
             ctx.pin_param(name, d, op, "taps of a convolution")
         op.memo.update(geometry=geometry, weight=name, columns=columns, rows=rows)
-        c = uniform(x.value, dim)
-        if geometry.padded:
-            c = torch.where(c == 0, c, torch.nan)
-        ctx.constants.setdefault(name, []).append(c)
+        table = known(x, dim, padded=geometry.padded, carriers="carriers" in ctx.options)
+        ctx.constants.setdefault(name, []).append(table)
+        c = torch.where((table[:, 1:] != 0).any(1), torch.nan, table[:, 0])
         layers = [compact(layer).expand(out.shape) for layer in self._positions(op, ctx, x, dim)]
         value = self._value(op, ctx, c, out.shape, dim)
         if rows is not None:
@@ -120,38 +123,36 @@ class Affine(Rule):
             mine = ctx.param_labels(bias, 0)
             if mine is not None:
                 ctx.labels.merge(rows, mine)
-        elif isinstance(op.given.get("bias"), Fact):
-            for layer in op.given["bias"].layers:
-                ctx.pin(layer, op, "a bias that is computed, not stored")
-            if rows is not None:
-                ctx.pin(rows, op, "its bias is computed, not stored")
+        elif isinstance(op.given.get("bias"), Fact) and rows is not None:  # put together from pieces, as BEiT's is
+            mine = contracted(op, ctx, op.given["bias"], 0)
+            if mine is not None and geometry.groups == 1:
+                ctx.labels.merge(rows, mine)
+            else:
+                ctx.pin(rows, op, "its bias is computed, and of fixed width")
         return rows
 
     def _bind_groups(self, op: Op, ctx: Analysis, labels: Tensor | None, mine: Tensor, geometry: Geometry) -> None:
-        """The same columns leave every group, or whole groups leave on both sides."""
+        """Equally many columns leave every group, any ones, or whole groups leave on both sides."""
         groups = ctx.labels.fresh(geometry.groups)
-        rows = ctx.param_labels(op.param("weight") or "", geometry.rows)
+        name = op.param("weight") or ""
+        rows = ctx.param_labels(name, geometry.rows)
         if labels is None or rows is None or geometry.rows == 1:
             for fixed in (labels, mine, rows):
                 if fixed is not None:
                     ctx.pin(fixed, op, "a grouped convolution on a fixed width")
             return
-        ctx.grid(op, labels.reshape(geometry.groups, -1), outer=groups, inner=mine, ragged=False)
+        ctx.pin(mine, op, "every group has columns of its own")  # which of them go, `absorb` says
+        ctx.labels.merge(labels, ctx.group_columns(name, len(labels)))
+        ctx.grid(op, labels.reshape(geometry.groups, -1), outer=groups)
         ctx.grid(op, rows.reshape(geometry.groups, -1), outer=groups)
 
     def _value(self, op: Op, ctx: Analysis, c: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
         matrix = self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"])
-        groups, height, width, _ = matrix.shape
-        c = c.reshape(groups, 1, width)
-        varies = ((matrix != 0).any(3) & c.isnan()).any(2)
-        if bool(varies.all()):
+        values = constant_rows(matrix, c)
+        if bool(values.isnan().all()):
             return unknown(shape)
         bias = op.given.get("bias")
         offset = uniform(bias.value, 0) if isinstance(bias, Fact) else torch.zeros((), dtype=torch.float64)
-        known = ~varies
-        values = torch.full((groups, height), torch.nan, dtype=torch.float64)
-        sums = matrix.expand(groups, height, width, matrix.size(3))[known].double().sum(2)
-        values[known] = (sums * c.nan_to_num(0.0).expand(groups, height, width)[known]).sum(1)
         return vector(values.reshape(-1) + offset, shape, dim)
 
     def need(self, op: Op, ctx: Analysis, live: Live) -> None:
@@ -163,40 +164,69 @@ class Affine(Rule):
         if "done" in op.memo and alive is not None and torch.equal(op.memo["done"], alive):
             return
         op.memo["done"] = alive
-        geometry = op.memo["geometry"]
-        matrix = self.matrix(ctx.tensor(op.memo["weight"]), geometry)
-        read = (matrix != 0).any(3)
-        if alive is not None:
-            read = read & alive.reshape(geometry.groups, -1, 1)
-        read = read.any(1).reshape(-1)
-        if alive is not None and geometry.groups > 1 and matrix.size(2) == 1:
-            read = alive.reshape(geometry.groups, -1).any(1)  # depthwise: an output stays paired with its input
-        c = ctx.agreed(op.memo["weight"])
-        if c.numel() != read.numel():
-            c = torch.full_like(read, torch.nan, dtype=torch.float64)
-        live.mark(columns[read & c.isnan()], op.where, self._refusal(op))
-        constant = read & ~c.isnan() & (c != 0)
+        read = op.memo["read"] = self._read(op, ctx, alive)
+        table = self._table(op, ctx)
+        live.mark(columns[read & table.isnan().any(1)], op.where, "reads it")
+        self._refuse(op, ctx, live, read, table)
+
+    def _read(self, op: Op, ctx: Analysis, alive: Tensor | None) -> Tensor:
+        """Which columns the living rows read."""
+        return read_columns(self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"]), alive)
+
+    def _table(self, op: Op, ctx: Analysis) -> Tensor:
+        """What every call knows of the columns."""
+        table, width = ctx.agreed(op.memo["weight"]), len(op.memo["columns"])
+        return table if len(table) == width else torch.full((width, 1), torch.nan, dtype=torch.float64)
+
+    def _refuse(self, op: Op, ctx: Analysis, live: Live, read: Tensor, table: Tensor) -> None:
+        """Keep the known channels that neither a bias nor a carrier can take over."""
+        columns, constant = op.memo["columns"], read & (table.nan_to_num(0.0)[:, 0] != 0)
         if not ctx.can_fold(op):
             live.mark(columns[constant], op.where, "a constant, but there is no bias to fold it into")
         elif bool(constant.any()):
+            matrix = self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"])
+            bad = constant & self._ill_conditioned(matrix, table[:, 0])
+            live.mark(columns[bad], op.where, "folding this constant would lose digits")
+        carried = read & (table.nan_to_num(0.0)[:, 1:] != 0).any(1)
+        if bool(carried.any()) and not self._can_carry(op, ctx, table):
             live.mark(
-                columns[constant & self._ill_conditioned(matrix, c)],
-                op.where,
-                "folding this constant would lose digits",
+                columns[carried], op.where, "not the same at every position, and its weight is read elsewhere too"
             )
+
+    def _can_carry(self, op: Op, ctx: Analysis, table: Tensor) -> bool:
+        """Whether the weight may change: nobody reads it otherwise. A depthwise output reads one channel only."""
+        if self._depthwise(op, ctx) and (table.size(1) > 2 or not ctx.can_index(op)):
+            return False
+        return all(reader.memo.get("geometry") == op.memo["geometry"] for reader in ctx.readers_of(op.memo["weight"]))
+
+    def _depthwise(self, op: Op, ctx: Analysis) -> bool:
+        geometry: Geometry = op.memo["geometry"]
+        return geometry.groups > 1 and ctx.param_labels(op.memo["weight"], geometry.columns) is None
+
+    def _by_group(self, op: Op, ctx: Analysis) -> int:
+        """Among how many sets of columns carriers are shared: a depthwise convolution gathers from all of them."""
+        return 1 if self._depthwise(op, ctx) else op.memo["geometry"].groups
+
+    def carriers(self, op: Op, ctx: Analysis, live: Live) -> Iterator[Request]:
+        if "read" not in op.memo or op in ctx.cut:
+            return
+        table, read, columns = self._table(op, ctx), op.memo["read"], op.memo["columns"]
+        if table.size(1) == 1:
+            return
+        groups = self._by_group(op, ctx)
+        for part in zip(table.chunk(groups), columns.chunk(groups), read.chunk(groups), strict=True):
+            yield from request(*part, live, op.where)
 
     @staticmethod
     def _ill_conditioned(matrix: Tensor, c: Tensor) -> Tensor:
         """Columns whose constants are huge and cancel each other in some row."""
         groups, _, width, _ = matrix.shape
-        terms = matrix.double().sum(3) * c.nan_to_num(0.0).reshape(groups, 1, width)
-        bad = terms.abs().sum(2) > _MOST_CANCELLATION * terms.sum(2).abs().clamp(min=1.0)
-        return (bad[:, :, None] & (terms != 0)).any(1).reshape(-1)
-
-    def _refusal(self, op: Op) -> str:
-        if op.memo["geometry"].padded:
-            return "reads it (a constant other than 0 counts too: zero padding makes its border differ)"
-        return "reads it"
+        c, found = c.nan_to_num(0.0).reshape(groups, 1, width), torch.zeros((groups, width), dtype=torch.bool)
+        for span in spans(matrix, 1):
+            terms = matrix[:, span].double().sum(3) * c
+            bad = terms.abs().sum(2) > _MOST_CANCELLATION * terms.sum(2).abs().clamp(min=1.0)
+            found |= (bad[:, :, None] & (terms != 0)).any(1)
+        return found.reshape(-1)
 
     def cuts(self, op: Op, ctx: Analysis) -> bool:
         return (
@@ -210,36 +240,56 @@ class Affine(Rule):
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         if "weight" not in op.memo:
             return
-        geometry, name = op.memo["geometry"], op.memo["weight"]
+        geometry = op.memo["geometry"]
         if op in ctx.cut:
             assert isinstance(op.out, Fact)
             plan.constant_rows(op, uniform(op.out.value, geometry.channel))
-        else:
-            self._fold(op, ctx, live, plan)
-        if geometry.groups > 1 and ctx.param_labels(name, geometry.columns) is None:
+        elif op.memo["columns"] is not None:
+            offset = self._carry(op, ctx, live, plan)
+            if bool((offset != 0).any()) and not self._depthwise(op, ctx):
+                self._fold(op, ctx, offset, plan)
+        if self._depthwise(op, ctx):
             self._gather(op, ctx, live, plan)
         elif geometry.groups > 1:
-            if op.memo["rows"] is not None and geometry.rows == 0:
-                plan.groups[op.module] = int(live[op.memo["rows"]].reshape(geometry.groups, -1).any(1).sum())
+            self._regroup(op, live, plan)
         elif op.memo["columns"] is not None and op.given["input"].source == "input":
             keep = live[op.memo["columns"]]
             if not bool(keep.all()) and not op.given["input"].along(geometry.channel):
                 plan.index(op.module, keep.nonzero().flatten())
 
-    def _fold(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
-        geometry, name, columns = op.memo["geometry"], op.memo["weight"], op.memo["columns"]
-        if columns is None:
+    def _carry(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> Tensor:
+        """Let carriers take over columns that go; returns what a bias must hold of each."""
+        table, alive = self._table(op, ctx), live[op.memo["columns"]]
+        read = op.memo.get("read", torch.zeros_like(alive))
+        groups = self._by_group(op, ctx)
+        offsets = torch.where(~alive, table[:, 0].nan_to_num(0.0), 0.0).reshape(groups, -1)
+        parts = zip(table.chunk(groups), alive.chunk(groups), read.chunk(groups), strict=True)
+        found = [carried(*part) for part in parts]
+        for offset, own, each in zip(offsets, table.chunk(groups), found, strict=True):
+            if each is not None:
+                offset[each.gone] -= each.factors @ own[each.carriers, 0]
+        if any(found):
+            op.memo["carried"] = found
+            if not self._depthwise(op, ctx):
+                plan.carry(op.memo["weight"], op.memo["geometry"].columns, found)
+        return offsets.flatten()
+
+    def _fold(self, op: Op, ctx: Analysis, offset: Tensor, plan: Plan) -> None:
+        matrix = self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"])
+        offset = offset.reshape(len(matrix), 1, -1)
+        used = (offset != 0).any(0).flatten()
+        plan.fold(op, matvec(matrix[:, :, used], offset[:, :, used]))
+
+    def _regroup(self, op: Op, live: Live, plan: Plan) -> None:
+        """Grouped: how many groups are left, and which columns of each."""
+        rows, columns, geometry = op.memo["rows"], op.memo["columns"], op.memo["geometry"]
+        if rows is None or columns is None or geometry.rows == 1:
             return
-        c = ctx.agreed(name)
-        gone = ~live[columns] & ~c.isnan() & (c != 0)
-        if not bool(gone.any()):
-            return
-        matrix = self.matrix(ctx.tensor(name), geometry)
-        groups, _, width, _ = matrix.shape
-        gone, c = gone.reshape(groups, width), torch.where(gone, c, 0.0).reshape(groups, 1, width)
-        used = gone.any(0)
-        delta = (matrix[:, :, used].double().sum(3) * c[:, :, used]).sum(2).reshape(-1)
-        plan.fold(op, delta)
+        plan.groups[op.module] = int(live[rows].reshape(geometry.groups, -1).any(1).sum())
+        alive = live[columns].reshape(geometry.groups, -1)
+        if not bool(alive.all()):
+            # The columns that stay come first; rows of groups that go are cut away, whatever their columns.
+            plan.group_columns[op.memo["weight"]] = torch.argsort(~alive, dim=1, stable=True)[:, : alive.sum(1).max()]
 
     def _gather(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         """Depthwise: which kept input channel does each kept output channel read?"""
@@ -253,19 +303,49 @@ class Affine(Rule):
         here = live[columns] if columns is not None else torch.ones(geometry.groups, dtype=torch.bool)
         position = here.long().cumsum(0) - 1
         lost = keep & ~here[source]
-        if bool(lost.any()):  # its input went, so its output is a constant
+        for found in op.memo.get("carried", ()):  # one carrier is gathered as often as it is needed
+            factors = torch.ones(geometry.groups, dtype=torch.float64)
+            factors[found.gone] = found.factors[:, 0]
+            position[found.gone] = int(position[found.carriers[0]])
+            plan.scale(op.memo["weight"], factors[source])
+            lost &= ~torch.isin(source, found.gone)
+        if bool(lost.any()) and op not in ctx.cut:  # its input went, so its output is a constant, or fills a width
             assert isinstance(op.out, Fact)
-            plan.constant_rows(op, uniform(op.out.value, geometry.channel), only=lost)
-        index = torch.where(here[source], position[source], 0)[keep]
+            plan.constant_rows(op, uniform(op.out.value, geometry.channel).nan_to_num(0.0), only=lost)
+        index = position.clamp(min=0)[source][keep]
         plan.depthwise(op.module, index, int(here.sum()))
 
 
 @rule("linear")
 class Linear(Affine):
-    """`F.linear` over the last dimension."""
+    """`F.linear` over the last dimension. With a part of a parameter for its weight, see `parts`."""
 
     def geometry(self, op: Op) -> Geometry:
         return Geometry(channel=-1, rows=0, groups=1, padded=False)
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        return parts.forward(op, ctx) if parts.is_part(op) else super().forward(op, ctx)
+
+    def need(self, op: Op, ctx: Analysis, live: Live) -> None:
+        if "part" in op.memo:
+            parts.need(op, ctx, live)
+        else:
+            super().need(op, ctx, live)
+
+
+@rule("addmm")
+class Addmm(Affine):
+    """b + x W, the weight transposed: GPT-2's Conv1D. Refuses other factors than 1, and a bias that is no vector."""
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        plain = op.given["beta"] == 1 and op.given["alpha"] == 1 and len(op.given["self"].shape) == 1
+        if plain and op.param("self") is not None and op.param("mat2") is not None:
+            op.alias = {"input": "mat1", "weight": "mat2", "bias": "self"}
+            op.given = {mine: op.given[theirs] for mine, theirs in op.alias.items()}
+        return super().forward(op, ctx)
+
+    def geometry(self, op: Op) -> Geometry:
+        return Geometry(channel=-1, rows=1, groups=1, padded=False)
 
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input")

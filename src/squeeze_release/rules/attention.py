@@ -1,19 +1,18 @@
-"""Attention: scaled_dot_product_attention, and the matmuls of those who write it out."""
+"""Attention: sums over the channels of a head, and scaled_dot_product_attention."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ..facts import Fact, compact, varying
 from ..labels import Live
 from ..modules import NarrowMultiheadAttention
-from .base import RULES, Facts, Op, Rule, blank, rule
-from .elementwise import Identity, _join
+from .base import Facts, Op, Rule, blank, rule
+from .grouped import copied, head_sizes
 from .pool import keep_uniform
-from .shape import Cat, Move, Pieces, Stack
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
@@ -25,31 +24,50 @@ class Contraction(Rule):
 
     a_hd and b_hd are merged. Head h of the result is a label of its own that stands for the row (a_h1 .. a_hD).
     Need: a_hd for every living head h, but not where a_hd or b_hd is the constant 0.
+    Where b has fewer heads than a (grouped queries), each of its heads is read by several of a; see `copied`.
     """
 
     def contract(
         self, op: Op, ctx: Analysis, a: Fact, a_dim: int, b: Fact, b_dim: int
     ) -> tuple[Tensor | None, Tensor | None]:
         """Merge two operands along the dimensions they are summed over; (table heads x d, head labels)."""
-        left, right = self._row(op, ctx, a, a_dim), self._row(op, ctx, b, b_dim)
+        left, right = self.row(op, ctx, a, a_dim), self.row(op, ctx, b, b_dim)
+        if left is not None and right is not None and left.size(1) == right.size(1):
+            left, right = self.as_many(op, ctx, left, right), self.as_many(op, ctx, right, left)
         if left is None or right is None or left.shape != right.shape:
-            for fact, dim in ((a, a_dim), (b, b_dim)):
-                for layer in fact.along(dim):
-                    ctx.pin(layer, op, "is multiplied with a tensor of another layout or of fixed width")
             return None, None
         ctx.labels.merge(left, right)
         if "heads" not in ctx.options:
             ctx.pin(left, op, "this rule set leaves attention as it is")
         if left.size(0) == 1:
             return left, None
-        return left, ctx.grid(op, left)
+        heads = ctx.grid(op, left)
+        ctx.labels.merge(heads, ctx.grid(op, right))
+        return left, heads
 
-    def _row(self, op: Op, ctx: Analysis, fact: Fact, dim: int) -> Tensor | None:
+    def as_many(self, op: Op, ctx: Analysis, table: Tensor, other: Tensor) -> Tensor:
+        """A table with as many heads as the other one, if it can be: one head is read by all."""
+        if len(table) == 1 < len(other):
+            return copied(op, ctx, table, len(other))
+        return table
+
+    def row(self, op: Op, ctx: Analysis, fact: Fact, dim: int) -> Tensor | None:
+        """The channels along `dim`, head by head."""
         dim %= len(fact.shape)
         for layer in fact.along(dim):
-            if varying(layer)[-1] == dim and not set(varying(layer)) & (self._sequence(fact) - {dim}):
-                return compact(layer).reshape(-1, layer.size(dim))
+            if varying(layer)[-1] != dim or set(varying(layer)) & (self._sequence(fact) - {dim}):
+                continue
+            table = compact(layer).reshape(-1, layer.size(dim))
+            copies = self.batch_layers(fact)
+            if len(table) == 1 and len(copies) == 1:  # one head, expanded to many
+                names = compact(copies[0]).reshape(-1)
+                return copied(op, ctx, table, len(names), names)
+            return table if not copies else None
         return None
+
+    def batch_layers(self, fact: Fact) -> list[Tensor]:
+        """Layers in front of the two dimensions that a product is over."""
+        return [layer for layer in fact.layers if varying(layer)[-1] < min(self._sequence(fact))]
 
     @staticmethod
     def _sequence(fact: Fact) -> set[int]:
@@ -65,51 +83,81 @@ class Contraction(Rule):
         layer = fact.along(dim)[0]
         others = tuple(d for d in range(len(fact.shape)) if d not in varying(layer))
         small = keep_uniform(fact.value, others)
-        return small.expand([layer.size(d) if d in varying(layer) else 1 for d in range(layer.dim())]).reshape(
-            like.shape
-        )
+        small = small.expand([layer.size(d) if d in varying(layer) else 1 for d in range(layer.dim())])
+        small = small.reshape(-1, like.size(1))
+        return small.repeat_interleave(len(like) // len(small), 0)
 
 
 @rule("scaled_dot_product_attention")
 class Attention(Contraction):
-    """softmax(s q k^T) v, head by head.
+    """softmax(s q k^T + m) v, head by head.
 
     Constant: a value channel that is the same for every token passes through (without a mask; a row that is masked
     throughout gives 0).
     Need: head h of q and k if any channel of v in it lives; of those not the d where q_d = 0, nor where k_d is the
     same for every token, for then the softmax cancels it.
     Absorb: where s is the default 1/sqrt(D), a smaller D is made good by the factor sqrt(D'/D) on the rows of q.
+    Grouped queries: a head of k and v goes with the last of the heads of q that read it; one head of q alone goes where
+    as many go from every group. A mask with a number for every head binds them where it has labels (a table of relative
+    positions), and fixes them where it has none.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         q, k, v, out = (op.given["query"], op.given["key"], op.given["value"], blank(op))
         assert isinstance(out, Fact)
         qk, heads = self.contract(op, ctx, q, -1, k, -1)
-        values = self._row(op, ctx, v, -1)
+        values = self.row(op, ctx, v, -1)
+        if qk is not None and values is not None:
+            values = self.as_many(op, ctx, values, qk)
         mask = op.given.get("attn_mask")
         module = ctx.model.get_submodule(op.module)
         if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
             values = None  # its stand-in knows no keys of its own
-        self._bind_mask(op, ctx, mask, qk, heads, values)
+        self._bind_mask(op, ctx, mask, q, heads, values)
         for fact in (q, k, v):
             for layer in fact.along(-2):
                 ctx.pin(layer, op, "tokens of an attention")
-        if values is None or (qk is None and values.size(0) > 1) or (qk is not None and qk.size(0) != values.size(0)):
-            for fact in (q, k, v):
-                for layer in fact.layers:
-                    ctx.pin(layer, op, "heads of query, key and value do not line up")
+        lined_up = values is not None and (len(values) == 1 if qk is None else len(qk) == len(values))
+        sizes = head_sizes([q, k, v], out.shape, len(values)) if values is not None and lined_up else None
+        if values is None or sizes is None:
+            for layer in (*q.layers, *k.layers, *v.layers):
+                ctx.pin(layer, op, "heads of query, key and value do not line up")
             return out
+        if qk is None:
+            for layer in (*q.layers, *k.layers):
+                ctx.pin(layer, op, "query and key do not line up")
         if heads is not None:
             ctx.grid(op, values, outer=heads)
+            ctx.labels.merge(heads, ctx.grid(op, values))
         op.memo.update(qk=qk, heads=heads, values=values)
         value = keep_uniform(v.value, (len(v.shape) - 2,)) if mask is None else compact(out.value)
-        layers = [layer for layer in v.along(-1)]
-        return Fact(out.shape, tuple(compact(layer).expand(out.shape) for layer in layers), value.expand(out.shape))
+        if len(v.shape) > 2 and 1 < value.size(-3) < out.shape[-3]:
+            value = value.repeat_interleave(out.shape[-3] // value.size(-3), -3)
+        return Fact(out.shape, (values.reshape(*sizes, 1, -1).expand(out.shape),), value.expand(out.shape))
 
-    def _bind_mask(self, op: Op, ctx: Analysis, mask: Any, *tables: Tensor | None) -> None:
-        """A mask with one entry for every head, or with channels of its own, fixes the heads."""
-        if isinstance(mask, Fact) and (mask.layers or any(s > 1 for s in mask.shape[1:-2])):
-            for labels in (*tables, *mask.layers):
+    def as_many(self, op: Op, ctx: Analysis, table: Tensor, other: Tensor) -> Tensor:
+        if op.given["enable_gqa"] and len(table) < len(other) and len(other) % len(table) == 0:
+            return copied(op, ctx, table, len(other) // len(table))
+        return super().as_many(op, ctx, table, other)
+
+    def _bind_mask(
+        self, op: Op, ctx: Analysis, mask: Any, q: Fact, heads: Tensor | None, values: Tensor | None
+    ) -> None:
+        if not isinstance(mask, Fact):
+            return
+        rows = q.along(-1)
+        at = [d - len(q.shape) for d in varying(rows[0])[:-1]] if rows and heads is not None else []
+        bound = False
+        for layer in mask.layers:
+            mine = [d - len(mask.shape) for d in varying(layer)]
+            if heads is not None and mine == at and compact(layer).numel() == len(heads):
+                ctx.labels.merge(heads, compact(layer).reshape(-1))
+                bound = True
+            else:
+                ctx.pin(layer, op, "the attention mask has a fixed size")
+        counted = [d for d in (at or range(-len(mask.shape) + 1, -2)) if -d <= len(mask.shape) and mask.shape[d] > 1]
+        if counted and not bound:
+            for labels in (heads, values):
                 if labels is not None:
                     ctx.pin(labels, op, "the attention mask has a fixed number of heads")
 
@@ -125,11 +173,21 @@ class Attention(Contraction):
         live.mark(qk[alive[:, None] & ~free], op.where, "enters the scores of a head that stays")
 
     def _can_scale(self, op: Op, ctx: Analysis) -> bool:
-        """Whether q comes straight from a Linear and nobody else reads those rows."""
+        """Whether q comes straight from a Linear that nobody else reads, or a stand-in has a scale of its own."""
+        if isinstance(ctx.model.get_submodule(op.module), nn.MultiheadAttention):
+            return True
         if "can_scale" not in op.memo:
             rows = op.given["query"].along(-1)
             op.memo["can_scale"] = bool(rows) and _only_reader(op, ctx, compact(rows[0]).unique())
         return bool(op.memo["can_scale"])
+
+    def repeats(self, op: Op, live: Live) -> list[tuple[int, int]]:
+        """How many query heads read each key head, before and after."""
+        heads, sources = op.memo.get("heads"), op.memo.get("sources")
+        if heads is None or not sources:
+            return []
+        groups = int(live[sources[0]].any(1).sum())
+        return [(len(heads) // len(sources[0]), int(live[heads].sum()) // max(groups, 1))]
 
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         qk, values = op.memo.get("qk"), op.memo.get("values")
@@ -154,120 +212,6 @@ class Attention(Contraction):
 
 def _only_reader(op: Op, ctx: Analysis, rows: Tensor) -> bool:
     """Between the Linear that writes these rows and this op there are shape ops only, and nobody else reads them."""
-    wanted = set(rows.tolist())
-    for other in ctx.ops:
-        if other is op or isinstance(RULES.get(other.node.target), (Move, Pieces, Cat, Stack, Identity)):
-            continue
-        if any(
-            wanted & set(compact(layer).reshape(-1).tolist())
-            for fact in other.facts()
-            if fact.source != "param"
-            for layer in fact.layers
-        ):
-            return False
     mine = [f for name, f in op.given.items() if isinstance(f, Fact) and name != "query"]
-    return ctx.written_by_linear(rows) and not any(
-        wanted & set(compact(layer).reshape(-1).tolist()) for fact in mine for layer in fact.layers
-    )
-
-
-@rule("matmul", "bmm")
-class Matmul(Contraction):
-    """y[.., n, m] = sum_d a[.., n, d] b[.., d, m]: scores and weighted sums of attention written out.
-
-    A softmax over the last dimension has rows that sum to 1, so a value channel that is the same for every token
-    passes through the second product; and it does not see what all keys share, so a key channel that is the same for
-    every token goes from the first.
-    """
-
-    def forward(self, op: Op, ctx: Analysis) -> Facts:
-        a, b = list(op.facts())[:2]
-        out = blank(op)
-        if not isinstance(out, Fact) or len(a.shape) < 2 or len(b.shape) < 2:
-            return super().forward(op, ctx)
-        rank = len(out.shape)
-        layers: list[Tensor] = []
-        if a.along(-1) or b.along(-2):
-            table, heads = self._scores(op, ctx, a, b)
-            op.memo.update(table=table, heads=heads)
-            if heads is not None:
-                rows = a.along(-1)[0]
-                shape = [rows.size(d) if d in varying(rows) and d != rows.dim() - 1 else 1 for d in range(rows.dim())]
-                layers.append(heads.reshape([1] * (rank - rows.dim()) + shape).expand(out.shape))
-        self._pin_batch(op, ctx, a, b)
-        for fact, summed in ((a, -1), (b, -2)):
-            touched = fact.along(summed)
-            for layer in fact.layers:
-                if not any(layer is t for t in touched):
-                    small = compact(layer)
-                    layers = _join(
-                        op, ctx, layers, small.reshape((1,) * (rank - small.dim()) + small.shape).expand(out.shape)
-                    )
-        value = keep_uniform(b.value, (len(b.shape) - 2,)) if sums_to_one(op) else compact(out.value)
-        return Fact(
-            out.shape, tuple(layers), value.reshape((1,) * (rank - value.dim()) + value.shape).expand(out.shape)
-        )
-
-    def _scores(self, op: Op, ctx: Analysis, a: Fact, b: Fact) -> tuple[Tensor | None, Tensor | None]:
-        flipped = Fact(
-            (*b.shape[:-2], b.shape[-1], b.shape[-2]),
-            tuple(layer.transpose(-1, -2) for layer in b.layers),
-            b.value.transpose(-1, -2),
-        )
-        op.memo["flipped"] = flipped
-        return self.contract(op, ctx, a, -1, flipped, -1)
-
-    def _pin_batch(self, op: Op, ctx: Analysis, a: Fact, b: Fact) -> None:
-        """Along a batch dimension both sides must carry channels, or one of them be 1 wide."""
-        for one, other in ((a, b), (b, a)):
-            for layer in one.layers:
-                for d in varying(layer):
-                    back = d - len(one.shape)
-                    if back < -2 and -back <= len(other.shape) and other.shape[back] > 1 and not other.along(back):
-                        ctx.pin(layer, op, "is multiplied with a tensor of fixed width")
-
-    def need(self, op: Op, ctx: Analysis, live: Live) -> None:
-        table = op.memo.get("table")
-        if table is None:
-            return
-        heads = op.memo["heads"]
-        alive = live[heads] if heads is not None else torch.ones(len(table), dtype=torch.bool)
-        left, right = op.given[next(iter(op.given))], op.memo["flipped"]
-        free = self.zero(left, -1, table) | self.zero(right, -1, table)
-        if goes_into_softmax(op):
-            free |= ~self.constant(right, -1, table).isnan()
-        live.mark(table[alive[:, None] & ~free], op.where, "enters the product of a head that stays")
-
-
-def goes_into_softmax(op: Op) -> bool:
-    """Whether the result is only scaled and shifted on its way into a softmax over its last dimension."""
-    node = op.node
-    while len(node.users) == 1:
-        (user,) = node.users
-        if is_softmax(user):
-            return True
-        scales = (
-            str(user.target).startswith(("aten.mul.", "aten.div."))
-            and user.args[0] is node
-            and not (isinstance(user.args[1], fx.Node) and user.args[1].meta["val"].numel() > 1)
-        )
-        shifts = str(user.target).startswith(("aten.add.Tensor", "aten.sub.Tensor")) and user.args[0] is node
-        if not (scales or shifts or isinstance(RULES.get(user.target), Identity)):
-            return False
-        node = user
-    return False
-
-
-def is_softmax(node: Any) -> bool:
-    """A softmax over the last dimension."""
-    if not str(getattr(node, "target", "")).startswith(("aten.softmax.int", "aten._softmax")):
-        return False
-    return node.args[1] in (-1, len(node.meta["val"].shape) - 1)
-
-
-def sums_to_one(op: Op) -> bool:
-    """Whether the left operand is a softmax over its last dimension."""
-    node = op.node.args[0]
-    while isinstance(node, fx.Node) and isinstance(RULES.get(node.target), Identity):
-        node = node.args[0]
-    return is_softmax(node)
+    alone = not any(bool(torch.isin(rows, compact(layer)).any()) for fact in mine for layer in fact.layers)
+    return alone and ctx.written_by_linear(rows) and ctx.sole_reader(op, rows)

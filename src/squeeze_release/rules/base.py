@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..analyse import Analysis
     from ..plan import Plan
     from ..trace import Trace
+    from .carriers import Request
 
 Facts = Fact | list[Any] | None
 
@@ -29,6 +30,7 @@ class Op:
     given: dict[str, Any]
     out: Facts = None
     memo: dict[str, Any] = field(default_factory=dict)
+    alias: dict[str, str] = field(default_factory=dict)  # a rule's name for an argument -> the schema's
 
     @property
     def name(self) -> str:
@@ -45,7 +47,7 @@ class Op:
 
     def param(self, argument: str) -> str | None:
         """Name of the parameter or buffer that was passed as it is, without any op in between."""
-        return self.trace.param_of(self.node, argument)
+        return self.trace.param_of(self.node, self.alias.get(argument, argument))
 
     def facts(self) -> Iterator[Fact]:
         yield from flat(list(self.given.values()))
@@ -76,6 +78,10 @@ class Rule:
 
     def need(self, op: Op, ctx: Analysis, live: Live) -> None:
         """Mark the input channels that the living output channels need."""
+
+    def carriers(self, op: Op, ctx: Analysis, live: Live) -> Iterator[Request]:
+        """Ask that one of several channels stays, on behalf of the others."""
+        yield from ()
 
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         """Fold into the parameters what goes."""

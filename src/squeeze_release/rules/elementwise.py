@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..facts import Fact, compact, unknown, varying
 from .base import Facts, Op, Rule, blank, rule
+from .grouped import whole_rows
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
@@ -29,9 +30,10 @@ div.Tensor_mode pow.Tensor_Tensor maximum minimum lerp addcmul addcdiv prelu ata
 true_divide.Tensor multiply.Tensor subtract.Tensor divide.Tensor""".split()
 
 # Combined by place like the others, but their numbers are not followed.
-OPAQUE = """where.self masked_fill masked_fill_ eq ne lt le gt ge logical_and logical_or logical_not bitwise_and.Tensor
+OPAQUE = """where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill masked_fill_
+eq ne lt le gt ge logical_and logical_or logical_not bitwise_and.Tensor
 bitwise_or.Tensor bitwise_not zeros_like ones_like full_like empty_like bernoulli floor_divide isnan isinf isfinite
-erfinv""".split()
+erfinv zero copy fill.Scalar fill.Tensor __and__ __or__ __xor__ bitwise_xor.Tensor logical_xor pow.Scalar""".split()
 
 
 def numbers(argument: Any) -> Any:
@@ -64,7 +66,9 @@ class Identity(Rule):
         if op.given.get("train") or out.shape != x.shape:
             return super().forward(op, ctx)
         floating = op.node.meta["val"].dtype.is_floating_point
-        return Fact(x.shape, x.layers, x.value if floating else unknown(x.shape), x.source)
+        return Fact(
+            x.shape, x.layers, x.value if floating else unknown(x.shape), x.source, x.span if floating else None
+        )
 
 
 @rule(
@@ -134,11 +138,9 @@ def combine_layers(op: Op, ctx: Analysis, facts: list[Fact], shape: tuple[int, .
     """Merge the layers of operands that are broadcast together."""
     aligned = [_align(fact, shape) for fact in facts]
     fixed = _fixed_dims(facts, aligned, shape)
-    for layers in aligned:
-        for layer in layers:
-            if fixed & set(varying(layer)):
-                ctx.pin(layer, op, "meets a tensor of fixed width")
-    aligned = [[layer for layer in layers if not fixed & set(varying(layer))] for layers in aligned]
+    aligned = [
+        [free for layer in layers if (free := _unfixed(op, ctx, layer, fixed)) is not None] for layers in aligned
+    ]
     _pin_streams(op, ctx, facts, aligned)
     result: list[Tensor] = []
     for layers in aligned:
@@ -161,6 +163,14 @@ def _fixed_dims(facts: list[Fact], aligned: list[list[Tensor]], shape: tuple[int
         padded = (1,) * (len(shape) - len(fact.shape)) + fact.shape
         fixed |= {d for d in range(len(shape)) if padded[d] > 1} - {d for layer in layers for d in varying(layer)}
     return fixed
+
+
+def _unfixed(op: Op, ctx: Analysis, layer: Tensor, fixed: set[int]) -> Tensor | None:
+    """What is left of a layer that meets a fixed width: a rotary table fixes the width of heads, not their number."""
+    if not fixed & set(varying(layer)):
+        return layer
+    heads = whole_rows(op, ctx, layer, fixed, "meets a tensor of fixed width")
+    return None if heads is None else layer
 
 
 def _pin_streams(op: Op, ctx: Analysis, facts: list[Fact], aligned: list[list[Tensor]]) -> None:
@@ -187,9 +197,25 @@ def _join(op: Op, ctx: Analysis, result: list[Tensor], layer: Tensor) -> list[Te
         wide, narrow = (other, layer) if len(varying(other)) > len(dims) else (layer, other)
         if _link(op, ctx, wide, narrow):
             return [wide if kept is other else kept for kept in result]
+        heads = _heads_only(op, ctx, other, layer)
+        if heads is not None:
+            return [heads if kept is other else kept for kept in result]
     for each in (*touching, layer):
         ctx.pin(each, op, "channels meet along different dimensions")
     return result
+
+
+def _heads_only(op: Op, ctx: Analysis, one: Tensor, other: Tensor) -> Tensor | None:
+    """Two tables that share their heads but not the dimensions inside (scores between channels): whole heads may go."""
+    shared = set(varying(one)) & set(varying(other))
+    text = "channels meet along different dimensions"
+    inside = (set(varying(one)) | set(varying(other))) - shared
+    if any(set(varying(layer)[: len(shared)]) != shared for layer in (one, other)):
+        return None
+    first, second = (whole_rows(op, ctx, layer, inside, text) for layer in (one, other))
+    assert first is not None and second is not None
+    ctx.labels.merge(*torch.broadcast_tensors(compact(first), compact(second)))
+    return first
 
 
 def _link(op: Op, ctx: Analysis, wide: Tensor, narrow: Tensor) -> bool:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from ..facts import Fact, compact, vector
+from ..facts import Fact, compact, varying, vector
 from ..labels import Live
-from .base import Facts, Op, Rule, blank, contracted, passed_on, rule
+from ..pieces import constant_columns
+from .base import Facts, Op, Rule, blank, contracted, flat, passed_on, rule
+from .elementwise import combine_layers
+from .pool import keep_uniform
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
@@ -26,7 +30,7 @@ class Embedding(Rule):
         ctx.pin_param(name, 0, op, "rows of an embedding")
         columns = ctx.param_labels(name, 1)
         weight = ctx.tensor(name)
-        value = torch.where((weight == weight[:1]).all(0), weight[0].double(), torch.nan)
+        value = torch.where(constant_columns(weight), weight[0].double(), torch.nan)
         layers = () if columns is None else (vector(columns, out.shape, len(out.shape) - 1),)
         return Fact(out.shape, layers, vector(value, out.shape, len(out.shape) - 1))
 
@@ -49,9 +53,12 @@ class IndexSelect(Rule):
         layers = [compact(layer).expand(out.shape) for layer in passed_on(x, (dim,))]
         if mine is not None:
             layers.append(vector(mine, out.shape, dim))
-        value = compact(x.value)
-        value = value.index_select(dim, index) if value.size(dim) > 1 else value
-        return Fact(out.shape, tuple(layers), value.expand(out.shape))
+
+        def gather(numbers: Tensor) -> Tensor:
+            numbers = compact(numbers)
+            return (numbers.index_select(dim, index) if numbers.size(dim) > 1 else numbers).expand(out.shape)
+
+        return Fact(out.shape, tuple(layers), gather(x.value), span=x.moved(gather))
 
     def need(self, op: Op, ctx: Analysis, live: Live) -> None:
         labels, mine = op.memo.get("labels"), op.memo.get("mine")
@@ -66,3 +73,60 @@ class IndexSelect(Rule):
         if labels is not None and not bool(live[labels].all()):
             position = live[labels].long().cumsum(0) - 1
             plan.values(op.memo["name"], position[op.memo["index"]].clamp(min=0))
+
+
+@rule("index.Tensor")
+class Index(Rule):
+    """y[i, k] = x[index[i], k]: positions are looked up, channels pass (relative position tables, the last token).
+
+    Constant: what is the same at every place that may be looked up. Channels along a dimension that is looked up stay,
+    and so does whatever the index is made of.
+    """
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        x, indices, out = op.given["self"], op.given["indices"], blank(op)
+        dims = [d for d, index in enumerate(indices) if index is not None]
+        if not isinstance(out, Fact) or any(not isinstance(indices[d], Fact) for d in dims) or _masks(op):
+            return super().forward(op, ctx)
+        for fact in flat(indices):
+            for layer in fact.layers:
+                ctx.pin(layer, op, "an index")
+        for layer in x.layers:
+            if set(varying(layer)) & set(dims):
+                ctx.pin(layer, op, "channels are picked by an index")
+
+        def moved(t: Tensor) -> Tensor:
+            """From size 1 along the dimensions that are looked up to the places where the index puts its own."""
+            rest = [d for d in range(t.dim()) if d not in dims]
+            adjacent = dims == list(range(dims[0], dims[-1] + 1))
+            first = dims[0] if adjacent else 0
+            sizes = [t.size(d) for d in rest]
+            own = [1] * (len(out.shape) - len(rest))
+            return t.reshape(sizes[:first] + own + sizes[first:]).expand(out.shape)
+
+        layers = [moved(compact(layer)) for layer in passed_on(x, tuple(dims))]
+        return Fact(out.shape, tuple(layers), moved(keep_uniform(x.value, tuple(dims))))
+
+
+def _masks(op: Op) -> bool:
+    """Whether something is picked by a mask, whose dimensions are not those of its result."""
+    return any(index is not None and index.meta["val"].dtype == torch.bool for index in op.node.args[1])  # type: ignore
+
+
+@rule("slice_scatter")
+class SliceScatter(Rule):
+    """x[a:b] = y, once torch.export has made it functional: x with a slice replaced. Labels that meet are merged.
+
+    Constant: nothing is known of the result. Only slices over channels or over positions of two plain tensors: where y
+    has a fixed width, what it replaces stays.
+    """
+
+    def forward(self, op: Op, ctx: Analysis) -> Facts:
+        x, src, out = op.given["self"], op.given["src"], blank(op)
+        dim = op.given["dim"] % len(x.shape)
+        start, stop, _ = slice(op.given["start"], op.given["end"]).indices(x.shape[dim])
+        if not isinstance(out, Fact) or op.given["step"] != 1 or stop - start != src.shape[dim]:
+            return super().forward(op, ctx)
+        part = Fact(src.shape, tuple(layer.narrow(dim, start, stop - start) for layer in x.layers), src.value)
+        combine_layers(op, ctx, [part, src], src.shape)
+        return Fact(out.shape, x.layers, out.value)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import norms as _norms  # noqa: F401  defines the op
-from ..facts import Fact, uniform, vector
+from ..facts import Fact, Span, compact, uniform, unknown, varying, vector
 from ..labels import Live
+from ..norms import Norm
 from .base import Facts, Op, Rule, contracted, passed_on, rule
 
 if TYPE_CHECKING:
@@ -55,26 +55,85 @@ class BatchNorm(Rule):
         return Fact(x.shape, x.layers, vector(value, x.shape, 1))
 
 
-@rule("squeeze_release::layer_norm")
-class LayerNorm(Rule):
-    """y_k = g_k (x_k - mu) / sqrt(var + eps) + b_k, mu and var over all channels, removed ones included.
+class Statistics(Rule):
+    """What layer norm and RMS norm share: all channels enter the statistics, so what varies is needed.
 
-    Constant: y_k where g_k = 0, and everything if every x_k is constant.
-    Need: every x_k that is not constant, for it enters the statistics; a constant x_k only if y_k is read.
-    Absorb: constants that go become three numbers of a CompensatedLayerNorm: count, mean, squared deviations.
+    Need: every x_k that is not constant; a constant x_k only if y_k is read and no carrier stands for it.
+    Absorb: constants that go become numbers of a compensated norm.
+    Over one dimension of several that hold channels (qk-norm: each head alone) only whole heads go.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, dim = op.given["x"], op.given["channel_dim"] % len(op.given["x"].shape)
+        if any(len(varying(layer)) > 1 for layer in x.along(dim)):
+            return self._each_head(op, ctx, x, dim)
         labels = contracted(op, ctx, x, dim)
         affine_labels(op, ctx, labels, ("weight", "bias"))
         c = uniform(x.value, dim)
         ctx.constants.setdefault(f"norm {op.module}", []).append(c)
         op.memo["labels"] = labels
         layers = [*passed_on(x, (dim,)), *x.along(dim)] if labels is not None else passed_on(x, (dim,))
-        return Fact(x.shape, tuple(layers), vector(self._value(op, c), x.shape, dim))
+        offset, *parts = (vector(numbers, x.shape, dim) for numbers in self.span(op, c))
+        value = vector(self.constant(op, c), x.shape, dim)
+        return Fact(x.shape, tuple(layers), value, span=Span(dim, offset, tuple(parts)))
 
-    def _value(self, op: Op, c: Tensor) -> Tensor:
+    def norm(self, op: Op) -> Norm:
+        kind = "layer" if "layer_norm" in op.name else "rms"
+        return Norm(kind, op.given["channel_dim"], op.given["eps"], op.given.get("weight_offset", 0.0))
+
+    def span(self, op: Op, c: Tensor) -> list[Tensor]:
+        """What becomes of constants: an offset and the factors of what all channels share."""
+        raise NotImplementedError
+
+    def constant(self, op: Op, c: Tensor) -> Tensor:
+        """Outputs that do not depend on the input."""
+        raise NotImplementedError
+
+    def _each_head(self, op: Op, ctx: Analysis, x: Fact, dim: int) -> Facts:
+        for layer in x.along(dim):
+            dims = varying(layer)
+            if dims[-1] == dim:
+                ctx.grid(op, compact(layer).reshape(-1, layer.size(dim)), rigid=True)
+            else:
+                ctx.pin(layer, op, "a norm over channels that are not the innermost")
+        for argument in ("weight", "bias"):
+            fact = op.given.get(argument)
+            for layer in fact.layers if isinstance(fact, Fact) else ():
+                ctx.pin(layer, op, "a norm of each head alone")
+        return Fact(x.shape, x.layers, unknown(x.shape))
+
+    def need(self, op: Op, ctx: Analysis, live: Live) -> None:
+        labels = op.memo.get("labels")
+        if labels is None:
+            return
+        c = ctx.agreed(f"norm {op.module}")
+        live.mark(labels[c.isnan()], op.where, "not constant, so it enters the statistics of this norm")
+        if "norms" not in ctx.options:
+            live.mark(labels, op.where, "this rule set leaves norms as they are")
+
+    def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
+        labels = op.memo.get("labels")
+        if labels is None or op not in ctx.wanted:
+            return
+        gone = ~live[labels]
+        if bool(gone.any()):
+            plan.compensate(op.module, self.norm(op), ctx.agreed(f"norm {op.module}")[gone])
+
+
+@rule("squeeze_release::layer_norm")
+class LayerNorm(Statistics):
+    """y_k = g_k (x_k - mu) / sigma + b_k, mu and sigma over all channels, removed ones included.
+
+    Constant: y_k where g_k = 0, and everything if every x_k is constant.
+    Known: a constant x_k = c gives y_k = b_k + g_k c / sigma - g_k mu / sigma, so two channels carry all of them.
+    Absorb: count, mean and squared deviations of the constants that go (`CompensatedLayerNorm`).
+    """
+
+    def span(self, op: Op, c: Tensor) -> list[Tensor]:
+        weight, bias = numbers(op, "weight", len(c), 1.0), numbers(op, "bias", len(c), 0.0)
+        return [torch.where(c.isnan(), torch.nan, bias), weight * c, torch.where(c.isnan(), torch.nan, -weight)]
+
+    def constant(self, op: Op, c: Tensor) -> Tensor:
         weight, bias = numbers(op, "weight", len(c), 1.0), numbers(op, "bias", len(c), 0.0)
         if bool(c.isnan().any()):
             return torch.where(weight == 0, bias, torch.nan)
@@ -85,22 +144,31 @@ class LayerNorm(Rule):
         value: Tensor = weight * (c - mu) / (var + op.given["eps"]).sqrt() + bias
         return value
 
-    def need(self, op: Op, ctx: Analysis, live: Live) -> None:
-        labels = op.memo["labels"]
-        if labels is None:
-            return
-        c = ctx.agreed(f"norm {op.module}")
-        live.mark(labels[c.isnan()], op.where, "not constant, so it enters the mean and variance of this norm")
-        if "norms" not in ctx.options:
-            live.mark(labels, op.where, "this rule set leaves norms as they are")
 
-    def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
-        labels = op.memo["labels"]
-        if labels is None or op not in ctx.wanted:
-            return
-        gone = ~live[labels]
-        if bool(gone.any()):
-            plan.compensate(op.module, ctx.agreed(f"norm {op.module}")[gone], op.given["channel_dim"])
+@rule("squeeze_release::rms_norm")
+class RMSNorm(Statistics):
+    """y_k = g_k x_k / rms, rms over all channels, removed ones included.
+
+    Constant: y_k where g_k = 0 or x_k = 0.
+    Known: a constant x_k = c gives y_k = g_k c / rms, so one channel carries all of them.
+    Absorb: count and squares of the constants that go (`CompensatedRMSNorm`).
+    """
+
+    def span(self, op: Op, c: Tensor) -> list[Tensor]:
+        return [torch.where(c.isnan(), c, 0.0), self._weight(op, len(c)) * c]
+
+    def _weight(self, op: Op, width: int) -> Tensor:
+        weight: Tensor = numbers(op, "weight", width, 1.0 - op.given["weight_offset"]) + op.given["weight_offset"]
+        return weight
+
+    def constant(self, op: Op, c: Tensor) -> Tensor:
+        weight = self._weight(op, len(c))
+        nothing_left = (weight == 0) | (c == 0)
+        if bool(c.isnan().any()) or op.given["eps"] is None:  # an eps of its own in every dtype
+            return torch.where(nothing_left, torch.zeros_like(c), torch.nan)
+        square = (c.square().sum() + op.given["removed_squares"]) / (len(c) + op.given["removed"])
+        value: Tensor = weight * c / (square + op.given["eps"]).sqrt()
+        return value
 
 
 @rule("layer_norm", "native_layer_norm")
@@ -110,8 +178,8 @@ class InlineLayerNorm(Rule):
     reason = "layer_norm called as a function inside a larger forward; make it an nn.LayerNorm to let channels go"
 
 
-@rule("group_norm", "instance_norm", "rms_norm")
-class KeptNorm(Rule):
-    """Norms over groups of channels keep their widths."""
+@rule("rms_norm")
+class InlineRMSNorm(Rule):
+    """An RMS norm that is called as a function cannot be swapped for a compensated one."""
 
-    reason = "this norm keeps its width"
+    reason = "rms_norm called as a function inside a larger forward; make it an nn.RMSNorm to let channels go"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..facts import Fact, compact, unknown, varying
+from ..facts import Fact, compact, scaled_one, unknown, varying
 from .base import Facts, Op, Rule, blank, passed_on, rule
 
 if TYPE_CHECKING:
@@ -60,12 +60,16 @@ class Pool(Rule):
             if set(varying(layer)) & set(spatial):
                 ctx.pin(layer, op, "a window slides over it")
         value = keep_uniform(x.value, spatial)
-        if op.given.get("divisor_override") or (op.given.get("count_include_pad") and any(op.given["padding"])):
-            value = torch.where(value == 0, value, torch.nan)
         layers = [compact(layer) for layer in passed_on(x, spatial)]
+        borders = bool(op.given.get("count_include_pad") and any(op.given["padding"]))
 
         def fact(out: Fact) -> Fact:
-            return Fact(out.shape, tuple(layer.expand(out.shape) for layer in layers), value.expand(out.shape))
+            labels, numbers = tuple(layer.expand(out.shape) for layer in layers), value.expand(out.shape)
+            if op.given.get("divisor_override") or borders:
+                zeros = torch.where(value == 0, value, torch.nan).expand(out.shape)
+                return Fact(out.shape, labels, zeros, span=scaled_one(numbers, labels))
+            mean = x.moved(lambda t: keep_uniform(t, spatial).expand(out.shape)) if "avg_pool" in op.name else None
+            return Fact(out.shape, labels, numbers, span=mean)
 
         if isinstance(outs, list):  # values, and the places they were found at
             return [fact(outs[0]), *(replace(fact(o), numbers=unknown(o.shape)) for o in outs[1:])]
@@ -100,7 +104,11 @@ class Pool(Rule):
     "_softmax",
 )
 class Reduce(Rule):
-    """Over positions, channels pass. Over channels, all of them are needed. The mean of a constant is that constant."""
+    """Over positions, channels pass. Over channels, all of them are needed. The mean of a constant is that constant.
+
+    Where channels spread over several dimensions and only some of those are summed over (split attention over its
+    radix, the mean of each group of channels), those that enter one sum go together.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, outs = next(op.facts()), blank(op)
@@ -111,22 +119,40 @@ class Reduce(Rule):
             if given is None or given == []
             else tuple(d % rank for d in (given if isinstance(given, (list, tuple)) else [given]))
         )
-        for layer in x.layers:
-            if set(varying(layer)) & set(dims):
-                ctx.pin(layer, op, "a reduction over channels needs all of them")
         if not isinstance(outs, Fact):
             return self._blank_with_pins(op, ctx, x)
-        kept = [compact(layer) for layer in passed_on(x, dims)]
+        layers = [bind_along(op, ctx, layer, dims) for layer in x.layers]
+        same = outs.shape == x.shape  # a softmax or a running sum
+        kept = [compact(x.layers[i] if same else layer) for i, layer in enumerate(layers) if layer is not None]
         value = keep_uniform(x.value, dims)
         if not op.name.startswith(("aten.mean", "aten.amax", "aten.amin")):
             value = torch.full_like(value, torch.nan)
-        if len(outs.shape) < rank:  # keepdim=False
-            shape = [value.size(d) for d in range(rank) if d not in dims]
-            value = value.reshape(shape)
-            kept = [layer.reshape([layer.size(d) for d in range(rank) if d not in dims]) for layer in kept]
-        return Fact(outs.shape, tuple(layer.expand(outs.shape) for layer in kept), value.expand(outs.shape))
+
+        def fit(numbers: Tensor) -> Tensor:
+            if len(outs.shape) < rank:  # keepdim=False
+                numbers = numbers.reshape([numbers.size(d) for d in range(rank) if d not in dims])
+            return numbers.expand(outs.shape)
+
+        mean = x.moved(lambda t: fit(keep_uniform(t, dims))) if op.name.startswith("aten.mean") else None
+        return Fact(outs.shape, tuple(map(fit, kept)), fit(value), span=mean)
 
     def _blank_with_pins(self, op: Op, ctx: Analysis, x: Fact) -> Facts:
         for layer in x.layers:
             ctx.pin(layer, op, "a reduction with several outputs")
         return blank(op)
+
+
+def bind_along(op: Op, ctx: Analysis, layer: Tensor, dims: tuple[int, ...]) -> Tensor | None:
+    """Let channels go together that differ along `dims` only; the labels of what is left without these dimensions."""
+    summed = [d for d in varying(layer) if d in dims]
+    if not summed:
+        return layer
+    first = layer
+    for d in summed:
+        first = first.narrow(d, 0, 1)
+    first = first.expand(layer.shape)
+    if not varying(first):
+        ctx.pin(layer, op, "a reduction over channels needs all of them")
+        return None
+    ctx.labels.merge(*torch.broadcast_tensors(compact(first), compact(layer)))
+    return first

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..facts import Fact, collapse, compact, varying
+from ..facts import Fact, collapse, compact, scaled_one, varying
+from ..labels import Live
 from .base import Facts, Op, Rule, blank, rule
 from .elementwise import combine_layers
+from .grouped import copies_along, keep_unbound, product, whole_rows
 from .pool import keep_uniform
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 MOVES = """view.default reshape _unsafe_view flatten.using_ints unflatten.int permute transpose.int t unsqueeze
 squeeze.default squeeze.dim squeeze.dims expand slice.Tensor select.int narrow movedim.int movedim.intlist swapaxes
-swapdims mT expand_as view_as numpy_T repeat tile repeat_interleave.self_int""".split()
+swapdims mT expand_as view_as reshape_as numpy_T repeat tile repeat_interleave.self_int""".split()
 
 
 class Move(Rule):
@@ -32,13 +34,14 @@ class Move(Rule):
         for before, after in zip(x.layers, layers, strict=True):
             register(op, ctx, after, reordered=self._reorders(op, before))
         value = self.run(op, x.value)
+        layers = _apart(op, ctx, layers + self._copies(op, ctx, x, tuple(value.shape)))
         kept = []
         for layer in layers:
             if varying(layer):
                 kept.append(layer)
             else:
                 ctx.pin(layer, op, "a width of 1 cannot shrink")
-        return Fact(tuple(value.shape), tuple(kept), value, x.source)
+        return Fact(tuple(value.shape), tuple(kept), value, x.source, x.moved(lambda t: self.run(op, t)))
 
     def _source(self, op: Op, ctx: Analysis, x: Fact) -> Fact:
         """What a slice may assume of the tensor it cuts."""
@@ -47,7 +50,7 @@ class Move(Rule):
         dim = op.given["dim"]
         if op.given.get("step", 1) != 1:
             for layer in x.along(dim):
-                ctx.pin(layer, op, "every n-th channel is taken")
+                whole_rows(op, ctx, layer, {dim % len(x.shape)}, "every n-th channel is taken")
         if x.source != "param":
             return x
         # Where a parameter is cut may depend on the example: other inputs reach positions that this one does not.
@@ -57,6 +60,16 @@ class Move(Rule):
 
     def run(self, op: Op, t: Tensor) -> Tensor:
         return collapse(call(op, t))
+
+    def _copies(self, op: Op, ctx: Analysis, x: Fact, shape: tuple[int, ...]) -> list[Tensor]:
+        """Where one index is expanded to many, each copy may go: a mask for each head, a key head for each query."""
+        if not op.name.startswith("aten.expand"):
+            return []
+        before = (1,) * (len(shape) - len(x.shape)) + x.shape
+        return copies_along(op, ctx, shape, [d for d in range(1, len(shape)) if before[d] == 1])
+
+    def need(self, op: Op, ctx: Analysis, live: Live) -> None:
+        keep_unbound(op, live)
 
     def _reorders(self, op: Op, layer: Tensor) -> bool:
         """Whether the channels' dimensions change places: then rows of different length would not line up."""
@@ -83,7 +96,7 @@ def call(op: Op, t: Tensor) -> Any:
     given[next(iter(given))] = t
     if op.name.startswith(("aten.view.", "aten._unsafe_view")):
         return t.reshape(given["size"])
-    if op.name.startswith(("aten.expand_as", "aten.view_as")):
+    if op.name.startswith(("aten.expand_as", "aten.view_as", "aten.reshape_as")):
         return t.expand(given["other"].shape) if "expand" in op.name else t.reshape(given["other"].shape)
     names = list(given)
     return op.node.target(
@@ -95,6 +108,25 @@ def call(op: Op, t: Tensor) -> Any:
 rule(*MOVES)(Move)
 
 
+def _apart(op: Op, ctx: Analysis, layers: list[Tensor]) -> list[Tensor]:
+    """Layers along different dimensions: two that a reshape laid along the same one become one."""
+    result: list[Tensor] = []
+    for layer in layers:
+        touching = [other for other in result if set(varying(other)) & set(varying(layer))]
+        if touching:
+            joint = product(op, ctx, touching[0], layer) if len(touching) == 1 else None
+            result = [other for other in result if not any(other is t for t in touching)]
+            if joint is not None:
+                register(op, ctx, joint)
+                result.append(joint)
+                continue
+            for each in (*touching, layer):
+                ctx.pin(each, op, "two kinds of channels meet along one dimension")
+        else:
+            result.append(layer)
+    return result
+
+
 @rule("unbind", "chunk", "split.Tensor", "split_with_sizes", "tensor_split.sections")
 class Pieces(Rule):
     """One tensor in, several out. Equal pieces of one row of channels must stay equally long."""
@@ -103,6 +135,7 @@ class Pieces(Rule):
         x = next(op.facts())
         dim = op.given.get("dim", 0) % len(x.shape)
         values = [collapse(v) for v in call(op, x.value)]
+        spans = [x.moved(lambda t, i=i: collapse(call(op, t)[i])) for i in range(len(values))]  # type: ignore[misc]
         pieces = [[collapse(piece) for piece in call(op, layer)] for layer in x.layers]
         for layer, parts in zip(x.layers, pieces, strict=True):
             if dim in varying(layer) and not op.name.startswith("aten.unbind"):
@@ -112,7 +145,7 @@ class Pieces(Rule):
                 if not varying(part):
                     ctx.pin(part, op, "a width of 1 cannot shrink")
         return [
-            Fact(tuple(v.shape), tuple(p[i] for p in pieces if varying(p[i])), v, x.source)
+            Fact(tuple(v.shape), tuple(p[i] for p in pieces if varying(p[i])), v, x.source, spans[i])
             for i, v in enumerate(values)
         ]
 
@@ -129,11 +162,13 @@ class Cat(Rule):
     """Along the dimension of the concat, labels stand side by side; along the others they meet and are merged."""
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
-        facts = list(op.facts())
         out = blank(op)
         assert isinstance(out, Fact)
         dim = op.given.get("dim", 0) % len(out.shape)
-        facts = [fact for fact in facts if fact.shape != (0,)]
+        facts = [fact for fact in op.facts() if fact.shape[dim:] and fact.shape[dim] > 0]
+        return self.join(op, ctx, facts, dim, out)
+
+    def join(self, op: Op, ctx: Analysis, facts: list[Fact], dim: int, out: Fact) -> Fact:
         across = [
             Fact(
                 self._one(fact.shape, dim),
@@ -222,21 +257,42 @@ class Turn(Rule):
 
 @rule("pad", "constant_pad_nd")
 class Pad(Rule):
-    """Zero padding keeps only the constant it pads with; reflect, replicate and circular padding keep any."""
+    """Zero padding keeps only the constant it pads with; reflect, replicate and circular padding keep any.
+
+    Channels that are padded (the shortcut of a ResNet for CIFAR) stand beside constants of fixed width.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, out = next(op.facts()), blank(op)
         assert isinstance(out, Fact)
-        moved = {d for d in range(len(x.shape)) if x.shape[d] != out.shape[d]}
-        if any(moved & set(varying(layer)) for layer in x.layers) or any(p < 0 for p in op.given["pad"]):
-            return super().forward(op, ctx)
+        pads = op.given["pad"]  # two for each dimension, the last dimension first; a negative one cuts
+        moved = {len(x.shape) - 1 - i // 2 for i, pad in enumerate(pads) if pad != 0}
+        constant = op.given.get("mode", "constant") == "constant"
+        if any(moved & set(varying(layer)) for layer in x.layers):
+            return self._beside(op, ctx, x, out, moved) if constant else super().forward(op, ctx)
         layers = tuple(compact(layer).expand(out.shape) for layer in x.layers)
-        value = compact(x.value)
-        if op.given.get("mode", "constant") == "constant":
-            value = torch.where(value == (op.given.get("value") or 0.0), value, torch.nan)
-        if any(value.size(d) > 1 for d in moved):
-            value = torch.full((1,) * len(x.shape), torch.nan, dtype=torch.float64)
-        return Fact(out.shape, layers, value.expand(out.shape))
+        value, span = keep_uniform(x.value, tuple(moved)), None
+        if constant and any(pad > 0 for pad in pads):
+            filled = op.given.get("value") or 0.0
+            span = None if filled else scaled_one(value.expand(out.shape), layers)
+            value = torch.where(value == filled, value, torch.nan)
+        return Fact(out.shape, layers, value.expand(out.shape), span=span)
+
+    def _beside(self, op: Op, ctx: Analysis, x: Fact, out: Fact, moved: set[int]) -> Facts:
+        """Padded along channels and nothing else: a concat with pieces that hold one number."""
+        (dim, *others), rank = sorted(moved), len(x.shape)
+        counts = op.given["pad"][2 * (rank - 1 - dim) :][:2]
+        if others or min(counts) < 0:
+            return super().forward(op, ctx)
+        number = torch.full((1,) * rank, float(op.given.get("value") or 0.0), dtype=torch.float64)
+        shapes = [tuple(count if d == dim else s for d, s in enumerate(x.shape)) for count in counts]
+        before, after = (Fact(shape, self._stand_in(x, dim, shape), number.expand(shape)) for shape in shapes)
+        return Cat().join(op, ctx, [fact for fact in (before, x, after) if fact.shape[dim]], dim, out)
+
+    @staticmethod
+    def _stand_in(x: Fact, dim: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Along the other dimensions the pads are as wide as what they pad."""
+        return tuple(compact(layer).expand(shape) for layer in x.layers if dim not in varying(layer))
 
 
 def register(op: Op, ctx: Analysis, layer: Tensor, *, reordered: bool = False) -> None:

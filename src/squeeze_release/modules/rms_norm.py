@@ -1,0 +1,101 @@
+"""RMSNorm on fewer channels, exact for the full width."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .state import KeepsFloat64
+
+
+class CompensatedRMSNorm(KeepsFloat64):
+    """RMSNorm that remembers the constant channels it lost: same output on the kept channels, at the kept width.
+
+    Of the K removed channels it stores `count` K and `squares`, the sum of their squares, in float64. With m kept
+    channels the mean square is (|x|^2 + squares) / (m + K). The two follow the module's device, never its dtype.
+
+    weight_offset: what is added to the weight (Gemma stores it as its difference from 1).
+    eps: None means that of the input's dtype, as for nn.RMSNorm.
+    """
+
+    weight: nn.Parameter | None
+    count: Tensor
+    squares: Tensor
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        *,
+        weight_offset: float = 0.0,
+        channel_dim: int = -1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if channel_dim not in (-1, 1):
+            raise ValueError(f"channel_dim is -1 (last) or 1 (channels first), not {channel_dim}")
+        self.eps, self.weight_offset, self.channel_dim = eps, weight_offset, channel_dim
+        self._kept = normalized_shape
+        one = torch.full((normalized_shape,), 1.0 - weight_offset, device=device, dtype=dtype)
+        self.register_parameter("weight", nn.Parameter(one) if elementwise_affine else None)
+        for name in ("count", "squares"):
+            self.register_buffer(name, torch.zeros((), device=device, dtype=torch.float64))
+        self._derive()
+
+    def merge(self, constants: Tensor) -> None:
+        """Remember more removed channels, by their constants."""
+        new = constants.detach().to(self.squares).flatten()
+        self.count = self.count + new.numel()
+        self.squares = self.squares + new.square().sum()
+
+    @property
+    def normalized_shape(self) -> tuple[int]:
+        """The kept width, that of the weight; settable for a norm without one."""
+        return (self._kept if self.weight is None else self.weight.numel(),)
+
+    @normalized_shape.setter
+    def normalized_shape(self, shape: tuple[int]) -> None:
+        self._kept = shape[0]
+
+    @property
+    def removed(self) -> int:
+        """How many channels are gone: K."""
+        return self._removed
+
+    def removed_statistics(self) -> tuple[Tensor, Tensor]:
+        return self.count, self.squares
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.normalized_shape[0]
+        if x.shape[self.channel_dim] != kept:
+            raise RuntimeError(f"CompensatedRMSNorm keeps {kept} channels, got an input of shape {tuple(x.shape)}")
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        norm = torch.linalg.vector_norm(wide, 2, self.channel_dim, True)
+        total = kept + self._removed
+        y: Tensor = wide * (norm.square() / total + (self._squares / total + eps)).rsqrt()
+        if self.weight is not None:
+            weight = self.weight + self.weight_offset if self.weight_offset else self.weight
+            y = y * (weight if self.channel_dim == -1 else weight.reshape(-1, *[1] * (x.dim() - 2)))
+        return y.to(x.dtype)
+
+    def _derive(self) -> None:
+        # As Python numbers, for reading a tensor in forward would wait for the device.
+        if not self.count.is_meta:
+            self._removed, self._squares = int(self.count), float(self.squares)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("count", "squares") and "squares" in self._buffers:
+            self._derive()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._derive()
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape[0]}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"

@@ -1,0 +1,79 @@
+"""The code of a module did not follow the new widths: it keeps more, step by step, until it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .analyse import Analysis
+from .blocks import within
+from .facts import Fact
+
+_ENOUGH = 3  # modules of a class that do not follow, to think the same of all of them
+
+
+def refuse(ctx: Analysis, module: str, text: str) -> bool:
+    """Let less go from a module; False if there is nothing left that could stay.
+
+    From the third module of a class on, all of that class are refused with it: otherwise a deep model would be tried
+    once for every layer.
+    """
+    every = dict(ctx.model.named_modules())
+    kind = type(every.get(module))
+    blamed = ctx.blamed.setdefault(kind, set())
+    blamed.add(module)
+    possible = _let_less_go(ctx, module, text)
+    if len(blamed) >= _ENOUGH and not kind.__module__.startswith("torch.nn."):
+        step = min(ctx.refused.get(module, 0), 3)
+        for path in [path for path, other in every.items() if type(other) is kind]:
+            while ctx.refused.get(path, 0) < step:
+                _let_less_go(ctx, path, text)
+    return possible
+
+
+def _let_less_go(ctx: Analysis, module: str, text: str) -> bool:
+    """Whole modules stay first. Then only whole heads go; then no heads; then nothing of this module; then nothing."""
+    swapped = {path for path in ctx.dead if within(path, module) or within(module, path)}
+    if swapped - ctx.whole:
+        ctx.whole |= swapped
+        return True
+    step = ctx.refused[module] = ctx.refused.get(module, 0) + 1
+    grids = [grid for grid in ctx.grids if grid.module == module]
+    if step == 1 and any(grid.ragged and not grid.rigid for grid in grids):
+        for grid in grids:
+            grid.rigid = grid.ragged
+    elif step <= 2 and grids:
+        ctx.refused[module] = 2
+        ctx.pins += [(grid.labels.unique(), module, text) for grid in grids]
+    elif step <= 3:
+        ctx.refused[module] = 3
+        ctx.pins += [(layer.unique(), module, text) for fact in _around(ctx, module) for layer in fact.layers]
+    elif module:  # the fault is not there but in the code that calls it, and so for all of its class
+        return any([_let_less_go(ctx, path, text) for path in _callers(ctx, module)])
+    elif step == 4:
+        ctx.pins.append((torch.arange(len(ctx.labels.parent)), module, text))
+        ctx.whole |= {path for path, _ in ctx.model.named_modules()}
+    return step <= 4
+
+
+def _callers(ctx: Analysis, module: str) -> list[str]:
+    """The module whose code calls this one, and all of its class that are no deeper in the model: so it ends."""
+    caller = ctx.model.get_submodule(module := module.rpartition(".")[0])
+    while module and type(caller).__module__ == "torch.nn.modules.container":
+        caller = ctx.model.get_submodule(module := module.rpartition(".")[0])
+    alike = (path for path, other in ctx.model.named_modules() if path and type(other) is type(caller))
+    return [path for path in alike if path.count(".") <= module.count(".")] if module else [""]
+
+
+def _around(ctx: Analysis, module: str) -> Iterator[Fact]:
+    """What the own code of a module reads and writes, and what comes into it."""
+    by_node = {op.node: op for op in ctx.ops}
+    for op in ctx.ops:
+        if op.module == module:
+            yield from op.facts()
+            yield from op.outputs()
+        elif module and within(op.module, module):
+            for node in op.node.all_input_nodes:
+                if node in by_node and not within(op.trace.module_of(node), module):
+                    yield from by_node[node].outputs()

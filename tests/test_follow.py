@@ -1,0 +1,118 @@
+"""Widths in the user's own code: attributes that are set, shapes, differences; who is blamed where none will do."""
+
+from __future__ import annotations
+
+import torch
+from check import check, noisy
+from nets import Net, dead, rand, reasons, unread
+from torch import Tensor, nn
+
+
+class Partial(nn.Module):
+    """SHViT: `dim` shows up only in a difference."""
+
+    def __init__(self, dim: int, partial: int) -> None:
+        super().__init__()
+        self.dim, self.partial, self.norm = dim, partial, nn.BatchNorm1d(partial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = torch.split(x, [self.partial, self.dim - self.partial], dim=1)
+        return torch.cat([self.norm(a), torch.tanh(b)], 1)
+
+
+def partial() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(4, 10), Partial(10, 4), nn.Linear(10, 3))
+    return noisy(net)  # type: ignore[return-value]
+
+
+def test_a_width_that_is_only_subtracted_from():
+    net = partial()
+    unread(net[2], 1, 6, 7)
+    check(net, rand(3, 4), golden={"0.out_features": 7, "1.partial": 3, "1.dim": 7, "1.norm.num_features": 3})
+
+
+def test_a_width_that_is_only_subtracted_from_and_nothing_dead():
+    check(partial(), rand(3, 4), golden={"0.out_features": 10, "1.partial": 4, "1.dim": 10})
+
+
+class Scale(nn.Module):
+    """timm's MetaFormer: the shape of a scale is an attribute."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale, self.shape = nn.Parameter(torch.randn(dim)), (dim, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.view(self.shape)
+
+
+def test_a_shape_in_an_attribute():
+    net = noisy(nn.Sequential(nn.Conv2d(3, 6, 1), Scale(6), nn.Conv2d(6, 2, 1)))
+    unread(net[2], 1)
+    check(net, rand(2, 3, 4, 4), golden={"0.out_channels": 5, "1.scale": (5,), "1.shape": (5, 1, 1)})
+
+
+class Literal(Scale):
+    """The shape is a number in the code: nobody can set it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.view(6, 1, 1)
+
+
+def test_a_shape_in_the_code_stays():
+    net = noisy(nn.Sequential(nn.Conv2d(3, 6, 1), Literal(6), nn.Conv2d(6, 2, 1)))
+    unread(net[2], 1)
+    check(net, rand(2, 3, 4, 4), golden={"0.out_channels": 6, "1.shape": (6, 1, 1)})
+
+
+class Twice(nn.Module):
+    """One attribute for two widths that no longer agree. What breaks is a layer inside: its caller is at fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 6
+        self.norm, self.mix, self.out = nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = torch.split(x, [self.width, x.size(1) - self.width], dim=1)
+        v, c = torch.split(self.mix(self.norm(a)), [self.width, 2], dim=1)
+        return x + self.out(torch.tanh(v)) * c.sum(1, keepdim=True) + b.sum(1, keepdim=True)
+
+
+def test_the_caller_keeps_its_widths_and_the_rest_of_the_model_does_not():
+    net = Net(
+        lambda s, x: s.head(torch.relu(s.a(s.twice(s.stem(x))))),
+        stem=nn.Linear(4, 8),
+        twice=Twice(),
+        a=nn.Linear(8, 9),
+        head=nn.Linear(9, 2),
+    )
+    noisy(net)
+    dead(net.twice.mix, 1, 2)
+    dead(net.a, 3)
+    unread(net.head, 4)
+    squeezed = check(net, rand(3, 4), golden={"twice.mix.out_features": 8, "a.out_features": 7, "head.in_features": 7})
+    assert "twice" in reasons(squeezed.report)
+
+
+class Nested(nn.Module):
+    """A class that holds itself: going up from the inner one must end."""
+
+    def __init__(self, inner: nn.Module | None) -> None:
+        super().__init__()
+        self.inner, self.lin, self.back = inner, nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.lin(x if self.inner is None else self.inner(x)))
+        return x + self.back(y.reshape(x.size(0), 2, 3).flip(1).reshape(x.size(0), 6))
+
+
+def test_widths_in_the_code_of_a_class_that_holds_itself():
+    net = noisy(
+        nn.Sequential(nn.Linear(4, 6), Nested(Nested(Nested(None))), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 2))
+    )
+    for block in (net[1], net[1].inner, net[1].inner.inner):
+        dead(block.lin, 1, 4)
+        unread(block.back, 0, 3)
+    dead(net[2], 2)
+    check(net, rand(3, 4), golden={"1.lin.out_features": 6, "1.inner.inner.lin.out_features": 6, "2.out_features": 6})
