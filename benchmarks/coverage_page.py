@@ -43,8 +43,8 @@ def summary(rows: list[Row]) -> str:
     failed = len(rows) - len(exact) - refused - wrong
     enough = sum(row.removed >= ENOUGH for row in exact)
     return (
-        f"**{len(rows)} families: {len(exact)} exact, {refused} refused, {wrong} wrong, {failed} failed. In {enough} of "
-        f"them ({100 * enough / max(len(rows), 1):.0f}%) at least 90% of all planted parameters were removed.**"
+        f"**{len(rows)} families: {len(exact)} exact, {refused} refused, {wrong} wrong, {failed} failed. In {enough} "
+        f"of them ({100 * enough / max(len(rows), 1):.0f}%) at least 90% of all planted parameters were removed.**"
     )
 
 

@@ -181,7 +181,7 @@ def _one_group(module: nn.Module) -> bool:
 def _run_cut(
     model: nn.Module, call: Call, seen: Observation, calls: dict[str, _Calls], again: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Every leaf returns noise, but constants where it is constant. Returns a sum of the outputs, and free parameters."""
+    """Every leaf returns noise, or its constants. Returns a sum of the outputs, and the parameters of the glue."""
     count = dict.fromkeys(calls, 0)
 
     def cut(leaf: Leaf, original: Callable[..., Any]) -> Callable[..., Any]:

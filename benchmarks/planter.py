@@ -39,8 +39,11 @@ _INNER = re.compile(
     r"(fc1|conv1|conv_pw|conv_dw|w1|w12|gate_proj|up_proj|intermediate\.dense|lin1|c_fc|wi|fc_in|pwconv1)$"
 )
 _TOKEN = re.compile(r"cls|class_emb|token|dist|reg", re.IGNORECASE)
-# Channel shuffle interleaves a fixed half with a new one: no set of stream channels is closed under that.
-_SHUFFLED = re.compile(r"shufflenet", re.IGNORECASE)
+# Channel shuffle interleaves a fixed half with a new one: no set of stream channels is closed under that, so nothing
+# that writes or reads the stream dies there.
+_SHUFFLED = re.compile(r"ShuffleNet")
+_SHUFFLED_WRITERS = re.compile(r"branch1\.2|branch2\.5")
+_SHUFFLED_READERS = re.compile(r"branch1\.|branch2\.0|conv5")
 
 
 @dataclass
@@ -88,6 +91,8 @@ class Garden:
 
     def __init__(self, model: nn.Module, base: Observation, generator: torch.Generator, zero_read_norms: bool) -> None:
         self.model, self.leaves, self.generator = model, {n: base.leaves[n] for n in base.live_out}, generator
+        # Layers that are not called: their parent hands their weights to a function.
+        self.glue = {n: leaf for n, leaf in base.leaves.items() if n not in self.leaves and leaf.kind == "affine"}
         self.norms = {n for n in self.leaves if self.leaves[n].kind == "norm"}
         self.zeroed_norms = {n for n in self.norms if zero_read_norms or n in base.writer_norms}
         self.writer_norms = base.writer_norms
@@ -148,16 +153,20 @@ class Garden:
     # ---------------------------------------------------------------------------------------------------------- plant
 
     def _plant_channels(self, base: Observation) -> None:
-        shuffled = _SHUFFLED.search(type(self.model).__name__) is not None
         for name, leaf in self.leaves.items():
             own = name.rpartition(".")[2]
             if leaf.kind in ("affine", "channelwise", "table") and leaf.weight.dim() > 1:
-                if not PROJECTION.match(own) and leaf.outputs in self.dead and not (shuffled and leaf.kind == "affine"):
+                if (
+                    not PROJECTION.match(own)
+                    and leaf.outputs in self.dead
+                    and not self._shuffled(name, _SHUFFLED_WRITERS)
+                ):
                     self.rows[name] = self.dead[leaf.outputs].clone()
             elif name in self.zeroed_norms and leaf.outputs in self.dead:
                 self.scales[name] = self.dead[leaf.outputs].clone()
         for name in base.free_live:
-            mask = self._along_width(self.original[name], name)
+            mask = self._of_glue(name) if name.rpartition(".")[0] in self.glue else None
+            mask = self._along_width(self.original[name], name) if name.rpartition(".")[0] not in self.glue else mask
             if mask is not None:
                 self.entries[name] = mask
         for name, buffer in self.buffers.items():
@@ -165,14 +174,24 @@ class Garden:
             if mask is not None:
                 self.entries[name] = mask
 
+    def _shuffled(self, name: str, which: re.Pattern[str]) -> bool:
+        return bool(_SHUFFLED.search(type(self.model).__name__) and which.search(name))
+
     def _silence(self, widths: set[int], only_patches: bool = False) -> bool:
-        """A class token that joins the stream brings 0: what the others bring must be 0 as well. Whether this is news."""
+        """A class token that joins the stream brings 0: so must all others. Whether this is news."""
         before = len(self.silent)
         for name, leaf in self.leaves.items():
             patches = isinstance(leaf.module, nn.Conv2d) and leaf.module.stride == leaf.module.kernel_size != (1, 1)
             if leaf.kind != "norm" and leaf.outputs in widths and (patches or not only_patches):
                 self.silent.add(name)
         return len(self.silent) > before
+
+    def _of_glue(self, name: str) -> Tensor | None:
+        """Dead rows of a layer that only lends its weight."""
+        leaf, own = self.glue[name.rpartition(".")[0]], name.split(".")[-2]
+        if not name.endswith("weight") or PROJECTION.match(own) or leaf.outputs not in self.dead:
+            return None
+        return self.dead[leaf.outputs][:, None].expand(leaf.weight.shape).clone() if leaf.weight.dim() == 2 else None
 
     def _along_width(self, tensor: Tensor, name: str = "") -> Tensor | None:
         """Entries of a position or class embedding that belong to dead channels."""
@@ -214,6 +233,11 @@ class Garden:
             self.groups.append(self._packed("v", found, {"v": self._head_dims(kv_heads, size)}, name=name))
             qk = self._packed("qk", found, {zero: both[zero]}, {partner: both[partner]}, name=name)
             self.groups.append(qk)
+
+        for found in find_attentions(self.model, self.glue):
+            if found.kind != "module" and f"{found.out}.weight" in self.entries and found.heads > 1:
+                size, head = found.width // found.heads, int(torch.randint(found.heads, (), generator=self.generator))
+                self.entries[f"{found.out}.weight"][:, head * size : (head + 1) * size] = True
 
     def _head_dims(self, heads: int, size: int, like: Tensor | None = None) -> Tensor:
         if like is not None:
@@ -262,7 +286,7 @@ class Garden:
         for name, leaf in self.leaves.items():
             inputs = leaf.inputs if leaf.kind == "affine" else 0
             chosen = float(torch.rand((), generator=self.generator)) < 0.5
-            if inputs >= SMALLEST_WIDTH and name not in outs and chosen:
+            if inputs >= SMALLEST_WIDTH and name not in outs and chosen and not self._shuffled(name, _SHUFFLED_READERS):
                 self.columns[name] = self.choose(inputs, SHARE / 2) & ~self.dead.get(inputs, torch.zeros(inputs).bool())
 
     def _plant_blocks(self) -> None:
