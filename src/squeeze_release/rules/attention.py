@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..facts import Fact, compact, varying
 from ..labels import Live
 from ..modules import NarrowMultiheadAttention
+from ..trace import named_arguments
 from .base import Facts, Op, Rule, blank, rule
 from .grouped import copied, head_sizes
 from .pool import keep_uniform
@@ -92,8 +93,8 @@ class Contraction(Rule):
 class Attention(Contraction):
     """softmax(s q k^T + m) v, head by head.
 
-    Constant: a value channel that is the same for every token passes through (without a mask; a row that is masked
-    throughout gives 0).
+    Constant: a value channel that is the same for every token passes through, unless a mask comes in from outside: a
+    row that is masked throughout gives 0.
     Need: head h of q and k if any channel of v in it lives; of those not the d where q_d = 0, nor where k_d is the
     same for every token, for then the softmax cancels it.
     Absorb: where s is the default 1/sqrt(D), a smaller D is made good by the factor sqrt(D'/D) on the rows of q.
@@ -130,7 +131,8 @@ class Attention(Contraction):
             ctx.grid(op, values, outer=heads)
             ctx.labels.merge(heads, ctx.grid(op, values))
         op.memo.update(qk=qk, heads=heads, values=values)
-        value = keep_uniform(v.value, (len(v.shape) - 2,)) if mask is None else compact(out.value)
+        passes = mask is None or _leaves_every_query_a_key(op)
+        value = keep_uniform(v.value, (len(v.shape) - 2,)) if passes else compact(out.value)
         if len(v.shape) > 2 and 1 < value.size(-3) < out.shape[-3]:
             value = value.repeat_interleave(out.shape[-3] // value.size(-3), -3)
         return Fact(out.shape, (values.reshape(*sizes, 1, -1).expand(out.shape),), value.expand(out.shape))
@@ -208,6 +210,33 @@ class Attention(Contraction):
             rows = compact(op.given["query"].along(-1)[0]).unique()
             plan.scale_rows(ctx, rows, (width / qk.size(1)) ** 0.5)
             plan.rescale_attribute(op.module, qk.size(1) ** -0.5, width**-0.5)
+
+
+def _leaves_every_query_a_key(op: Op) -> bool:
+    """Whether the mask is made in the code, from nothing that comes in, and masks no row throughout."""
+    mask = made_in_code(named_arguments(op.node)["attn_mask"])
+    if mask is None:
+        return False
+    open_ = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return bool(open_.any(-1).all())
+
+
+def made_in_code(node: fx.Node) -> Tensor | None:
+    """The numbers of a tensor that depends on no input and no parameter; None if it does."""
+    done: dict[fx.Node, Any] = {}
+    todo = [node]
+    while todo:
+        here = todo[-1]
+        missing = [source for source in here.all_input_nodes if source not in done]
+        if here.op != "call_function" or not isinstance(here.target, torch._ops.OpOverload):
+            return None
+        if missing:
+            todo += missing
+            continue
+        args, kwargs = fx.node.map_arg((here.args, here.kwargs), done.__getitem__)
+        done[todo.pop()] = here.target(*args, **kwargs)
+    result: Tensor = done[node]
+    return result
 
 
 def _only_reader(op: Op, ctx: Analysis, rows: Tensor) -> bool:
