@@ -120,6 +120,32 @@ def test_grouped_convolution_has_a_carrier_in_each_group() -> None:
     check(net, rand(1, 3, 8, 8), golden={"0.out_channels": 4, "1.weight": (6, 2, 3, 3)})
 
 
+def test_two_calls_carry_once() -> None:
+    net = padded()
+    dead(net[0], 1, 2, 5)
+    check(net, [rand(1, 3, 8, 8), rand(2, 3, 9, 7)], golden={"0.out_channels": 6})
+
+
+def test_a_convolution_called_twice_carries_once() -> None:
+    net = Net(
+        lambda s, x: s.out(y := s.conv(x)) + s.out(y.flip(-1)),
+        conv=nn.Conv2d(3, 6, 3),
+        out=nn.Conv2d(6, 5, 3, padding=1),
+    )
+    noisy(net)
+    dead(net.conv, 1, 2, 5)
+    check(net, rand(1, 3, 8, 8), golden={"conv.out_channels": 4})
+
+
+def test_a_convolution_called_on_other_constants_keeps_them() -> None:
+    net = Net(
+        lambda s, x: s.out(y := s.conv(x)) + s.out(y.tanh()), conv=nn.Conv2d(3, 6, 3), out=nn.Conv2d(6, 5, 3, padding=1)
+    )
+    noisy(net)
+    dead(net.conv, 1, 2, 5)
+    check(net, rand(1, 3, 8, 8), golden={"conv.out_channels": 6})
+
+
 # ---------------------------------------------------------------------------------------------------------- depthwise
 
 
@@ -135,6 +161,10 @@ def test_a_live_depthwise_filter_gathers_a_carrier() -> None:
     net = depthwise(1, 2, 5)
     small = check(net, rand(1, 3, 8, 8), golden={"0.out_channels": 6, "1.out_channels": 8}).model
     assert small[1].index.tolist().count(small[1].index[1].item()) == 3
+
+
+def test_a_live_depthwise_filter_gathers_a_carrier_in_two_calls() -> None:
+    check(depthwise(1, 2, 5), [rand(1, 3, 8, 8), rand(2, 3, 9, 7)], golden={"0.out_channels": 6, "1.out_channels": 8})
 
 
 def test_a_live_depthwise_filter_on_zero_is_its_bias() -> None:

@@ -72,7 +72,7 @@ def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
         old = tensors[name]
         tensors[name] = old.double() * factors.to(old.device).reshape(-1, *[1] * (old.dim() - 1))
     for name, carries in plan.carried.items():
-        tensors[name] = functools.reduce(_carry, carries, tensors[name])
+        tensors[name] = functools.reduce(_carry, carries.values(), tensors[name])
     for name, values in plan.replaced_values.items():
         tensors[name] = values
     for name, columns in plan.group_columns.items():

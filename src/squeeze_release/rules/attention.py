@@ -215,7 +215,7 @@ class Attention(Contraction):
                 rows = ctx.param_labels(name, 0)
                 assert rows is not None
                 place = mine[head] - rows[0]
-                plan.carry(name, 0, [Carried(place[found.gone], place[found.carriers], found.factors)])
+                plan.carry(name, 0, [Carried(place[found.gone], place[found.carriers], found.factors)], head)
 
     def _can_scale(self, op: Op, ctx: Analysis) -> bool:
         """Whether q comes straight from a Linear that nobody else reads, or a stand-in has a scale of its own."""
