@@ -71,8 +71,8 @@ def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
     for name, factors in plan.scaled.items():
         old = tensors[name]
         tensors[name] = old.double() * factors.to(old.device).reshape(-1, *[1] * (old.dim() - 1))
-    for name, carry in plan.carried.items():
-        tensors[name] = _carry(tensors[name], carry)
+    for name, carries in plan.carried.items():
+        tensors[name] = functools.reduce(_carry, carries.values(), tensors[name])
     for name, values in plan.replaced_values.items():
         tensors[name] = values
     for name, columns in plan.group_columns.items():
