@@ -7,7 +7,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow lint format fuzz bench scale clean
+.PHONY: help install demo test slow lint format docs fuzz bench scale clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ lint: $(STAMP) ## ruff, and mypy --strict on src
 format: $(STAMP) ## let ruff rewrite what `make lint` would complain about
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
+
+docs: $(STAMP) ## write docs/rules from the docstrings of the rules
+	$(BIN)/python docs/rule_pages.py
 
 fuzz: $(STAMP) ## N random networks with random masks (N=2000)
 	$(BIN)/python tests/fuzz.py $(N)
