@@ -35,6 +35,19 @@ def test_a_width_that_is_only_subtracted_from_and_nothing_dead():
     check(partial(), rand(3, 4), golden={"0.out_features": 10, "1.partial": 4, "1.dim": 10})
 
 
+def test_a_width_that_is_only_subtracted_from_in_modules_of_several_sizes():
+    """One meaning for all: the attributes of four sizes are not tried one by one."""
+    sizes = [10, 11, 12, 13, 14, 15]
+    layers = [
+        layer for a, b in zip([4, *sizes], sizes, strict=False) for layer in (nn.Linear(a, b), Partial(b, b // 2 - 1))
+    ]
+    net = noisy(nn.Sequential(*layers, nn.Linear(15, 3)))
+    for i in range(2, len(net), 2):
+        unread(net[i], 1, 6, 7)
+    golden = {f"{2 * i + 1}.dim": size - 3 for i, size in enumerate(sizes)}
+    check(net, rand(3, 4), golden=golden)
+
+
 class Scale(nn.Module):
     """timm's MetaFormer: the shape of a scale is an attribute."""
 

@@ -39,7 +39,10 @@ def numbers(op: Op, argument: str, width: int, default: float) -> Tensor:
 
 @rule("batch_norm")
 class BatchNorm(Rule):
-    """Eval mode: y_k = g_k (x_k - m_k) / sqrt(v_k + eps) + b_k. A constant stays one; gamma 0 makes one."""
+    """Eval mode: y_k = g_k (x_k - m_k) / sqrt(v_k + eps) + b_k. A constant stays one; gamma 0 makes one.
+
+    Known: what was known of x_k up to shared functions is known of y_k, for it is scaled and shifted.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         if op.given["training"] or op.given["running_mean"] is None:
@@ -52,7 +55,8 @@ class BatchNorm(Rule):
         offset = numbers(op, "bias", width, 0.0) - scale * numbers(op, "running_mean", width, 0.0)
         c = uniform(x.value, 1)
         value = torch.where(scale == 0, offset, scale * c + offset)
-        return Fact(x.shape, x.layers, vector(value, x.shape, 1))
+        span = x.span and x.span.scaled(vector(scale, x.shape, 1), vector(offset, x.shape, 1))
+        return Fact(x.shape, x.layers, vector(value, x.shape, 1), span=span)
 
 
 class Statistics(Rule):
