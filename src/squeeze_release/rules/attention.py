@@ -26,8 +26,10 @@ class Contraction(Rule):
     """What both kinds of attention share: a sum over d of a[h, d] * b[h, d], one for every head h.
 
     a_hd and b_hd are merged. Head h of the result is a label of its own that stands for the row (a_h1 .. a_hD).
-    Need: a_hd for every living head h, but not where a_hd or b_hd is the constant 0.
     Where b has fewer heads than a (grouped queries), each of its heads is read by several of a; see `copied`.
+    Need: a_hd for every living head h, but not where a_hd or b_hd is the constant 0.
+    Exact: a term of a sum that is 0 for every input is left out.
+    Keeps: the width of heads where the two do not have the same heads of the same width. Heads stay equally wide.
     """
 
     def contract(
@@ -105,6 +107,11 @@ class Attention(Contraction):
     Grouped queries: a head of k and v goes with the last of the heads of q that read it; one head of q alone goes where
     as many go from every group. A mask with a number for every head binds them where it has labels (a table of relative
     positions), and fixes them where it has none.
+    Exact: under any mask for what is 0 or unread; for constant values where every row has a key it may look at, which
+    a mask from outside does not promise.
+    Keeps: tokens; constant values under a mask from outside; dimensions of q and k where s is the default and q does
+    not come straight from a Linear that takes the factor; all where the heads of q, k and v do not line up, or an
+    nn.MultiheadAttention adds keys of its own.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
