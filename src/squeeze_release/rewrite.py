@@ -231,6 +231,8 @@ def compensated(old: nn.Module, norm: Norm, constants: Tensor) -> nn.Module:
         new = CompensatedLayerNorm(width, norm.eps, False, channel_dim=norm.channel_dim)
         new.bias = getattr(old, "bias", None)
     new.weight = weight
+    for name, child in old.named_children():  # an activation, say
+        new.add_module(name, child)
     if like is not None:
         new.to(like.device)
     new.merge(constants)

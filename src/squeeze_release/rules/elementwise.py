@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..facts import Fact, compact, unknown, varying
+from ..facts import Fact, Span, compact, unknown, varying
 from .base import Facts, Op, Rule, blank, rule
 from .grouped import whole_rows
 
@@ -119,7 +119,7 @@ class Combine(Rule):
             facts[1] = Fact(shape, layers, facts[1].value.reshape(shape), "param")
         layers = combine_layers(op, ctx, facts, out.shape)
         value = self._value(op, facts, out.shape) if self.follow_numbers else unknown(out.shape)
-        return Fact(out.shape, layers, value)
+        return Fact(out.shape, layers, value, span=scaled_span(op, facts, out.shape))
 
     def _value(self, op: Op, facts: list[Fact], shape: tuple[int, ...]) -> Tensor:
         values = [compact(f.value) for f in facts]
@@ -152,6 +152,33 @@ class CombineOpaque(Combine):
     """
 
     follow_numbers = False
+
+
+def scaled_span(op: Op, facts: list[Fact], shape: tuple[int, ...]) -> Span | None:
+    """Where a tensor that is known up to shared functions is scaled or shifted by constants, it is known still."""
+    kind = op.name.split(".")[1].rstrip("_")
+    known = [fact for fact in facts if fact.span is not None and fact.shape == shape]
+    arguments = list(op.given.values())[:2]
+    if kind not in ("add", "sub", "rsub", "mul", "div") or len(known) != 1 or len(arguments) < 2:
+        return None
+    if op.given.get("alpha", 1) != 1 or op.given.get("rounding_mode"):
+        return None
+    first = arguments[0] is known[0]
+    other = arguments[1] if first else arguments[0]
+    numbers = (
+        compact(other.value.reshape((1,) * (len(shape) - len(other.shape)) + other.shape))
+        if isinstance(other, Fact)
+        else other
+    )
+    assert known[0].span is not None
+    if kind == "mul":
+        return known[0].span.scaled(numbers, 0.0)
+    if kind == "div":
+        return known[0].span.scaled(1.0 / numbers, 0.0) if first else None
+    if kind == "add":
+        return known[0].span.scaled(1.0, numbers)
+    minus = 1.0 if first == (kind == "sub") else -1.0  # the sign of x: sub is x - other, rsub other - x
+    return known[0].span.scaled(minus, -minus * numbers)
 
 
 def combine_layers(op: Op, ctx: Analysis, facts: list[Fact], shape: tuple[int, ...]) -> tuple[Tensor, ...]:

@@ -41,8 +41,12 @@ def numbers(op: Op, argument: str, width: int, default: float) -> Tensor:
 class BatchNorm(Rule):
     """Eval mode: y_k = g_k (x_k - m_k) / sqrt(v_k + eps) + b_k. A constant stays one; gamma 0 makes one.
 
-    Exact: no channel sees another one.
-    Keeps: everything where it has no running statistics or is left in train mode.
+    <<<<<<< HEAD
+        Known: what was known of x_k up to shared functions is known of y_k, for it is scaled and shifted.
+    =======
+        Exact: no channel sees another one.
+        Keeps: everything where it has no running statistics or is left in train mode.
+    >>>>>>> t-docs
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -56,7 +60,8 @@ class BatchNorm(Rule):
         offset = numbers(op, "bias", width, 0.0) - scale * numbers(op, "running_mean", width, 0.0)
         c = uniform(x.value, 1)
         value = torch.where(scale == 0, offset, scale * c + offset)
-        return Fact(x.shape, x.layers, vector(value, x.shape, 1))
+        span = x.span and x.span.scaled(vector(scale, x.shape, 1), vector(offset, x.shape, 1))
+        return Fact(x.shape, x.layers, vector(value, x.shape, 1), span=span)
 
 
 class Statistics(Rule):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..facts import Fact, collapse, compact, scaled_one, varying
+from ..facts import Fact, Span, collapse, compact, known_offset, scaled_one, varying
 from ..labels import Live
 from .base import Facts, Op, Rule, blank, rule
 from .elementwise import combine_layers
@@ -197,7 +197,25 @@ class Cat(Rule):
         layers += self._side_by_side(op, ctx, facts, dim, out.shape)
         value = collapse(self._cat([fact.value for fact in facts], dim).expand(out.shape))
         source = facts[0].source if len({fact.source for fact in facts}) == 1 else "activation"
-        return Fact(out.shape, tuple(layers), value, source)
+        return Fact(out.shape, tuple(layers), value, source, self._span(facts, dim, out.shape))
+
+    def _span(self, facts: list[Fact], dim: int, shape: tuple[int, ...]) -> Span | None:
+        """Side by side along the channels, each piece brings functions of its own, which the others have none of."""
+        if not any(fact.span for fact in facts) or any(fact.span and fact.span.dim != dim for fact in facts):
+            return None
+
+        def joined(column: list[Tensor]) -> Tensor:
+            return collapse(
+                self._cat([t.expand(f.shape) for t, f in zip(column, facts, strict=True)], dim).expand(shape)
+            )
+
+        none = torch.zeros((1,) * len(shape), dtype=torch.float64)
+        parts = [
+            joined([part if other == place else none for other in range(len(facts))])
+            for place, fact in enumerate(facts)
+            for part in (fact.span.parts if fact.span else ())
+        ]
+        return Span(dim, joined([known_offset(fact) for fact in facts]), tuple(parts))
 
     @staticmethod
     def _one(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
