@@ -99,10 +99,16 @@ def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, Number]]]
     """Ways to set the attributes that look like a width which changed, the likeliest first.
 
     A choice is made once for all modules of a class: this attribute follows the n-th of the widths that had its value.
+    The code is the same in all of them, so first an attribute is taken to mean the same whatever its value is.
     """
     wishes = _wishes(ctx, live)
     sizes = [max(len(values) for values in places.values()) for places in wishes.values()]
-    for picked in itertools.islice(_picks(sizes), _MOST_CHOICES):
+    names = list(dict.fromkeys((kind, attribute) for kind, attribute, _ in wishes))
+    of_name = [names.index((kind, attribute)) for kind, attribute, _ in wishes]
+    alike = _picks([max(s for s, n in zip(sizes, of_name, strict=True) if n == name) for name in range(len(names))])
+    together = ([picked[name] for name in of_name] for picked in itertools.islice(alike, _MOST_CHOICES))
+    apart = itertools.islice(_picks(sizes), _MOST_CHOICES) if len(names) < len(wishes) else iter(())
+    for picked in itertools.chain(together, apart):
         result: dict[str, dict[str, Number]] = {path: {**named} for path, named in named_attributes(ctx, live).items()}
         for (_, attribute, old), places, index in zip(wishes, wishes.values(), picked, strict=True):
             for path, values in places.items():
