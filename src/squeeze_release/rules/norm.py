@@ -125,11 +125,12 @@ class Statistics(Rule):
 
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         labels = op.memo.get("labels")
-        if labels is None or op not in ctx.wanted:
+        if labels is None or bool(live[labels].all()):
             return
-        gone = ~live[labels]
-        if bool(gone.any()):
-            plan.compensate(op.module, self.norm(op), ctx.agreed(f"norm {op.module}")[gone])
+        if op in ctx.wanted:
+            plan.compensate(op.module, self.norm(op), ctx.agreed(f"norm {op.module}")[~live[labels]])
+        else:  # nobody reads its numbers, but it runs
+            plan.unread_norms[op.module] = int(live[labels].sum())
 
 
 @rule("squeeze_release::layer_norm")
