@@ -118,7 +118,7 @@ def examine(entry: Any, seed: int, say: Any = lambda *_: None) -> Row:
         row.seconds = round(time.perf_counter() - started, 2)
     row.params_after = report.params_after
     row.max_error = report.max_error if report.max_error is not None else ""
-    left = remaining(plants.masks, report.slices, small)
+    left = remaining(plants.masks, report, small)
     row.removed_planted = plants.count - sum(left.values())
     row.ratio = round(row.removed_planted / max(plants.count, 1), 4)
     reasons = why(left, report.kept)
@@ -129,14 +129,17 @@ def examine(entry: Any, seed: int, say: Any = lambda *_: None) -> Row:
     return row
 
 
-def remaining(masks: dict[str, Any], slices: dict[str, dict[int, Any]], small: Any) -> Counter[str]:
+def remaining(masks: dict[str, Any], report: Any, small: Any) -> Counter[str]:
     """Planted entries that are still there, by parameter."""
     left: Counter[str] = Counter()
     now = dict(small.named_parameters(remove_duplicate=False))
     for name, mask in masks.items():
         if name in now:
-            for dim, index in slices.get(name, {}).items():
+            for dim, index in report.slices.get(name, {}).items():
                 mask = mask.index_select(dim, index)
+            if name in report.group_columns:
+                columns = report.group_columns[name].unflatten(1, (-1, *[1] * (mask.dim() - 2)))
+                mask = mask.gather(1, columns.expand(-1, -1, *mask.shape[2:]))
             left[name] = int(mask.sum())
     return +left
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import networks as nets
 import pytest
 import torch
-from fuzz import attack
+from attack import attack
 from hypothesis import HealthCheck, given, settings
-from networks import Case, cases
+from networks import Case
+from networks.strategy import cases
 from torch import Tensor, nn
 
 import squeeze_release as sr

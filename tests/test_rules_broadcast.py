@@ -302,6 +302,19 @@ def test_a_full_tensor_made_from_a_width():
     check(net, rand(2, 4))
 
 
+def test_a_number_of_groups_made_from_a_width():
+    """Six channels are shuffled in two groups; four would be in one."""
+    net = Net(
+        lambda s, x: s.out(
+            torch.tanh(torch.channel_shuffle(h := s.lin(x)[..., None, None], h.size(1) // 3))[..., 0, 0]
+        ),
+        lin=noisy(nn.Linear(4, 6)),
+        out=nn.Linear(6, 2),
+    )
+    dead(net.lin, 1, 4)
+    check(net, rand(2, 4), golden={"lin.out_features": 6})
+
+
 def test_a_tensor_created_inside_fixes_the_width_it_meets():
     net = Net(
         lambda s, x: s.out(torch.tanh(s.lin(x)) + torch.linspace(0, 1, 6, dtype=x.dtype)),

@@ -298,3 +298,66 @@ def test_groups_of_queries_stay_equally_large(dead: list[int]) -> None:
     small, report = sr.squeeze(llama(*dead), ids(), {"use_cache": False})
     assert heads_of(small) == (8, 4)
     assert "equally many" in reasons(report)
+
+
+def test_llama_generates_the_same_tokens_on_a_narrower_stream() -> None:
+    """Channels of the stream that nobody writes go from the embedding, every layer and the head."""
+    model, prompt = llama(2, 3, tie_word_embeddings=True), ids()
+    with torch.no_grad():
+        for channel in (3, 17):
+            model.model.embed_tokens.weight[:, channel] = 0
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight[channel] = layer.mlp.down_proj.weight[channel] = 0
+    small, report = sr.squeeze(model, prompt, {"use_cache": False})
+    assert small.model.embed_tokens.weight.shape == small.lm_head.weight.shape == (64, 30), str(report)
+    assert heads_of(small) == (6, 3)
+    padded = torch.ones_like(prompt)
+    padded[1, :2] = prompt[1, :2] = 0
+    for cache in ("dynamic", "static"):
+        old, new = (
+            m.generate(prompt, attention_mask=padded, max_new_tokens=12, do_sample=False, cache_implementation=cache)
+            for m in (model, small)
+        )
+        assert torch.equal(old, new)
+
+
+def test_a_language_model_as_it_comes_with_its_cache_on() -> None:
+    options = {**GROUPED, "use_cache": True}
+    model = of("LlamaForCausalLM", "LlamaConfig", **options)().double().eval()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[:, :10] = 0
+    small = sr.squeeze(model, ids()).model
+    assert small.model.layers[0].mlp.up_proj.out_features == 30
+    assert model.config.use_cache and small.config.use_cache and small(ids()).past_key_values is not None
+
+
+def test_the_cache_is_on_again_after_an_error() -> None:
+    model = of("LlamaForCausalLM", "LlamaConfig", **{**GROUPED, "use_cache": True})()
+    with pytest.raises(sr.InputError):
+        sr.squeeze(model, torch.full((2, 7), 1000))
+    assert model.config.use_cache
+
+
+def constant_values(model: nn.Module, path: str) -> nn.Module:
+    """The values of head 1 are the same for every token, and not 0."""
+    model = rough(model)
+    with torch.no_grad():
+        model.get_submodule(path).weight[8:16] = 0
+    return model
+
+
+def test_constant_values_pass_a_mask_that_the_code_makes() -> None:
+    """Traced by torch.export, ViT and OPT make a mask where in eager they have none: no row of it is all masked."""
+    vit = constant_values(of("ViTForImageClassification", "ViTConfig", **VISION)(), "vit.layers.0.attention.v_proj")
+    check(vit, image(), golden={"vit.layers.0.attention.v_proj.out_features": 24})
+    opt = of("OPTForCausalLM", "OPTConfig", **OPT, use_cache=False)()
+    opt = constant_values(opt, "model.decoder.layers.0.self_attn.v_proj")
+    check(opt, ids(), golden={"model.decoder.layers.0.self_attn.v_proj.out_features": 24})
+
+
+def test_constant_values_stay_under_a_mask_from_outside() -> None:
+    opt = of("OPTForCausalLM", "OPTConfig", **OPT, use_cache=False)()
+    opt = constant_values(opt, "model.decoder.layers.0.self_attn.v_proj")
+    example = ids()
+    squeezed = sr.squeeze(opt.double(), example, {"attention_mask": torch.ones_like(example)})
+    assert squeezed.model.model.decoder.layers[0].self_attn.v_proj.out_features == 32

@@ -27,16 +27,18 @@ from .refuse import refuse
 from .register import named_attributes, registered
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
+from .rules.affine import Affine
 from .rules.attention import Attention
-from .rules.create import Fill
-from .rules.elementwise import Combine, Identity, Unary
+from .rules.elementwise import Identity
 from .rules.groupnorm import GroupNorm
+from .rules.index import SliceScatter
 from .rules.shape import Move, Pieces
 from .trace import Trace, named_arguments, trace
 from .verify import Call
 
 _MOST_CHOICES = 16
 _WORDS = {"idx", "index", "id", "layer", "layers", "depth", "block", "stage", "step", "seed"}
+_TAKE_WIDTHS = (Move, Pieces, Affine, GroupNorm, SliceScatter)  # ops whose int arguments follow the widths
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,16 @@ def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, Number]]]
     """Ways to set the attributes that look like a width which changed, the likeliest first.
 
     A choice is made once for all modules of a class: this attribute follows the n-th of the widths that had its value.
+    The code is the same in all of them, so first an attribute is taken to mean the same whatever its value is.
     """
     wishes = _wishes(ctx, live)
     sizes = [max(len(values) for values in places.values()) for places in wishes.values()]
-    for picked in itertools.islice(_picks(sizes), _MOST_CHOICES):
+    names = list(dict.fromkeys((kind, attribute) for kind, attribute, _ in wishes))
+    of_name = [names.index((kind, attribute)) for kind, attribute, _ in wishes]
+    alike = _picks([max(s for s, n in zip(sizes, of_name, strict=True) if n == name) for name in range(len(names))])
+    together = ([picked[name] for name in of_name] for picked in itertools.islice(alike, _MOST_CHOICES))
+    apart = itertools.islice(_picks(sizes), _MOST_CHOICES) if len(names) < len(wishes) else iter(())
+    for picked in itertools.chain(together, apart):
         result: dict[str, dict[str, Number]] = {path: {**named} for path, named in named_attributes(ctx, live).items()}
         for (_, attribute, old), places, index in zip(wishes, wishes.values(), picked, strict=True):
             for path, values in places.items():
@@ -296,10 +304,10 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _numbers(node: fx.Node, trace: Trace, rescaled: tuple[float, float] | None = None) -> list[object]:
-    """What an op computes with beside its tensors: floats, for elementwise ops ints, and tensors made in the code."""
+    """What an op computes with beside its tensors: floats, ints that are no widths, and tensors made in the code."""
     if "squeeze_release" in str(node.target):  # statistics of a norm change on purpose
         return []
-    kinds = (int, float) if isinstance(RULES.get(node.target), (Combine, Fill, Unary)) else (float,)
+    kinds = (float,) if isinstance(RULES.get(node.target), _TAKE_WIDTHS) else (int, float)
     numbers: list[object] = []
     for a in (*node.args, *node.kwargs.values()):
         if isinstance(a, fx.Node) and a.name in trace.constants:

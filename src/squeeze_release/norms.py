@@ -1,7 +1,8 @@
 """Norms as single ops: while the model is traced, every layer norm and RMS norm module shows up as one node.
 
 A norm is recognised by what it does, not by its name: a module with a 1-d weight that equals F.layer_norm or F.rms_norm
-on random inputs, over the last dimension or over dimension 1.
+on random inputs, over the last dimension or over dimension 1. Modules inside it that hold no numbers, such as an
+activation, are run behind the norm if that is what it does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .modules import CompensatedLayerNorm, CompensatedRMSNorm
+from .modules.state import behind
 
 _library = torch.library.Library("squeeze_release", "DEF")
 _library.define(
@@ -107,7 +109,7 @@ def as_one_op(module: nn.Module) -> Iterator[None]:
             result = torch.ops.squeeze_release.rms_norm(
                 x, weight, norm.channel_dim, norm.eps, norm.weight_offset, *(removed or (0.0, 0.0))
             )
-        return result
+        return behind(module, result)
 
     module.forward = forward
     try:
@@ -131,7 +133,7 @@ def recognise(module: nn.Module) -> Norm | None:
     if type(module) is nn.RMSNorm:
         return Norm("rms", eps=module.eps) if len(module.normalized_shape) == 1 else None
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or any(module.children()) or module._buffers:
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or next(module.buffers(), None) is not None:
         return None
     if "forward" in module.__dict__ or {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
         return None
@@ -171,6 +173,7 @@ def _behaves(module: nn.Module, norm: Norm) -> bool:
             else:
                 want = F.rms_norm(x, weight.shape, weight + norm.weight_offset, norm.eps)
             try:
+                want = behind(twin, want.movedim(-1, norm.channel_dim)).movedim(norm.channel_dim, -1)
                 got = twin(x.movedim(-1, norm.channel_dim)).movedim(norm.channel_dim, -1)
             except Exception:
                 return False

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from .analyse import Analysis
 from .blocks import within
-from .facts import Fact
+from .facts import Fact, compact
+from .labels import Grid
 
 _ENOUGH = 3  # modules of a class that do not follow, to think the same of all of them
 
@@ -33,11 +35,16 @@ def refuse(ctx: Analysis, module: str, text: str) -> bool:
 
 
 def _let_less_go(ctx: Analysis, module: str, text: str) -> bool:
-    """Whole modules stay first. Then only whole heads go; then no heads; then nothing of this module; then nothing."""
+    """Whole modules stay first. Then widths that were equal stay equal; then only whole heads go; then no heads; then
+    nothing of this module; then nothing at all."""
     swapped = {path for path in ctx.dead if within(path, module) or within(module, path)}
     if swapped - ctx.whole:
         ctx.whole |= swapped
         return True
+    if module not in ctx.tied:
+        ctx.tied.add(module)
+        if _tie(ctx, module):
+            return True
     step = ctx.refused[module] = ctx.refused.get(module, 0) + 1
     grids = [grid for grid in ctx.grids if grid.module == module]
     if step == 1 and any(grid.ragged and not grid.rigid for grid in grids):
@@ -55,6 +62,26 @@ def _let_less_go(ctx: Analysis, module: str, text: str) -> bool:
         ctx.pins.append((torch.arange(len(ctx.labels.parent)), module, text))
         ctx.whole |= {path for path, _ in ctx.model.named_modules()}
     return step <= 4
+
+
+def _tie(ctx: Analysis, module: str) -> bool:
+    """Code such as `B, N, C = x.shape; ...; y.reshape(B, N, C)` takes two widths for one: equally many go of both."""
+    widths: dict[int, dict[tuple[int, ...], Tensor]] = {}
+    for fact in _around(ctx, module):
+        for layer in fact.layers if fact.source != "param" else ():
+            labels = compact(layer).reshape(-1)
+            widths.setdefault(len(labels), {}).setdefault(tuple(ctx.labels.find(labels).tolist()), labels)
+    tied = False
+    for rows in widths.values():
+        # An order of its own makes no other width: heads side by side are the same channels as heads in a row.
+        distinct = list({tuple(sorted(key)): row for key, row in rows.items()}.values())
+        if len(distinct) > 1 and len(distinct[0]) > 1:
+            together = ctx.labels.fresh(1).expand(len(distinct)).clone()
+            ctx.grids.append(
+                Grid(torch.stack(distinct), module, outer=together, module=f"{module} (widths that are one)")
+            )
+            tied = True
+    return tied
 
 
 def _callers(ctx: Analysis, module: str) -> list[str]:

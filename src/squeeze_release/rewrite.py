@@ -71,8 +71,8 @@ def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
     for name, factors in plan.scaled.items():
         old = tensors[name]
         tensors[name] = old.double() * factors.to(old.device).reshape(-1, *[1] * (old.dim() - 1))
-    for name, carry in plan.carried.items():
-        tensors[name] = _carry(tensors[name], carry)
+    for name, carries in plan.carried.items():
+        tensors[name] = functools.reduce(_carry, carries.values(), tensors[name])
     for name, values in plan.replaced_values.items():
         tensors[name] = values
     for name, columns in plan.group_columns.items():
@@ -231,6 +231,8 @@ def compensated(old: nn.Module, norm: Norm, constants: Tensor) -> nn.Module:
         new = CompensatedLayerNorm(width, norm.eps, False, channel_dim=norm.channel_dim)
         new.bias = getattr(old, "bias", None)
     new.weight = weight
+    for name, child in old.named_children():  # an activation, say
+        new.add_module(name, child)
     if like is not None:
         new.to(like.device)
     new.merge(constants)
