@@ -70,7 +70,7 @@ def chosen(ctx: Analysis, live: Live, picked: Mapping[Key, Option]) -> dict[str,
 
 
 def others(wishes: Wishes, picked: Mapping[Key, Option], module: str) -> Iterator[dict[Key, Option]]:
-    """Other picks for what may have to do with a failure in a module, one of them changed, then two."""
+    """Changes of what may have to do with a failure in a module, one of them changed, then two."""
     caller = module.rpartition(".")[0]
     near = {
         key: [option for option in options if option is not picked[key]]
@@ -82,7 +82,7 @@ def others(wishes: Wishes, picked: Mapping[Key, Option], module: str) -> Iterato
     for flips in (1, 2):
         for which in itertools.combinations(order, flips):
             for options in itertools.product(*(near[key] for key in which)):
-                yield {**picked, **dict(zip(which, options, strict=True))}
+                yield dict(zip(which, options, strict=True))
 
 
 def _alike(ctx: Analysis, live: Live) -> dict[tuple[type, tuple[str, ...]], dict[str, Widths]]:

@@ -10,19 +10,19 @@ Shapes are all that counts here, so the trial is a hollow copy that holds no wei
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
 from .analyse import Analysis, rule_of, widths
-from .attributes import Key, Slot, chosen, others, wishes
+from .attributes import Key, Option, Slot, chosen, others, wishes
 from .copies import borrowed, emptied, hollow
 from .errors import ExportError, InputError
 from .facts import Fact
 from .labels import Live
 from .plan import Plan, make_plan
-from .refuse import refuse
+from .refuse import refuse, tie
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
 from .rules.affine import Affine
@@ -54,41 +54,63 @@ class Fit:
     traces: list[Trace]
 
 
-def fit(ctx: Analysis, calls: list[Call], liked: dict[Key, tuple[Slot | None, ...]]) -> Fit:
-    """The largest plan that the user's code follows; `liked` remembers which attributes follow what."""
+@dataclass
+class Memory:
+    """What trials taught about the user's code, for the next look at the narrowed model."""
+
+    liked: dict[Key, tuple[Slot | None, ...]] = field(default_factory=dict)  # which attributes follow which widths
+    tied: dict[str, int] = field(default_factory=dict)  # modules whose code takes several widths for one
+    _tried: set[object] = field(default_factory=set)
+
+    def is_new(self, ctx: Analysis, problem: Problem, what: object) -> bool:
+        """Whether this was not tried yet for a problem of that class; now it is."""
+        kind = type(ctx.model.get_submodule(problem.module))
+        key = (kind, ctx.tied.get(problem.module), ctx.refused.get(problem.module), repr(what))
+        new = key not in self._tried
+        self._tried.add(key)
+        return new
+
+
+def fit(ctx: Analysis, calls: list[Call], memory: Memory) -> Fit:
+    """The largest plan that the user's code follows."""
+    for path, level in memory.tied.items():
+        tie(ctx, path, level)
     while True:
         live = ctx.settle()
         plan = make_plan(ctx, live)
         if plan.empty:
             return Fit(plan, live, 0, [])
-        found = _search(ctx, live, plan, calls, liked)
+        found = _search(ctx, live, plan, calls, memory)
         if isinstance(found, Fit):
+            memory.tied = ctx.tied
             return found
         if not refuse(ctx, found.module, found.text):
             return Fit(Plan(), live, 0, [])  # everything stays, for that reason
 
 
-def _search(
-    ctx: Analysis, live: Live, plan: Plan, calls: list[Call], liked: dict[Key, tuple[Slot | None, ...]]
-) -> Problem | Fit:
+def _search(ctx: Analysis, live: Live, plan: Plan, calls: list[Call], memory: Memory) -> Problem | Fit:
     """Set the attributes that look like a width which changed, so that the code gets as far as it can."""
-    every = wishes(ctx, live, liked)
-    picked = {key: options[0] for key, options in every.items()}
-    plan.attributes = chosen(ctx, live, picked)
-    best, left, again = attempt(ctx, live, plan, calls), _MOST_TRIALS, True
-    while isinstance(best, Problem) and again:
-        again = False
-        for other in itertools.islice(others(every, picked, best.module), left):
-            plan.attributes, left = chosen(ctx, live, other), left - 1
-            found = attempt(ctx, live, plan, calls)
-            if isinstance(found, Fit) or found.progress > best.progress:
-                best, picked, again = found, other, True
-                break
-    plan.attributes = chosen(ctx, live, picked)
-    if isinstance(best, Problem):  # with real weights, then that one decides
-        best = attempt(ctx, live, plan, calls, real=True)
+    every = wishes(ctx, live, memory.liked)
+    picked, left = {key: options[0] for key, options in every.items()}, _MOST_TRIALS
+
+    def tried(picks: dict[Key, Option], *, real: bool = False) -> Problem | Fit:
+        plan.attributes = chosen(ctx, live, picks)
+        return attempt(ctx, live, plan, calls, real=real)
+
+    best, stuck = tried(picked), False
+    while isinstance(best, Problem) and not stuck:
+        stuck = True
+        for change in others(every, picked, best.module):
+            if left and memory.is_new(ctx, best, [(key, option.slots) for key, option in change.items()]):
+                left -= 1
+                found = tried(picked | change)
+                if isinstance(found, Fit) or found.progress > best.progress:
+                    best, picked, stuck = found, picked | change, False
+                    break
+    if isinstance(best, Problem) and memory.is_new(ctx, best, "real weights"):
+        best = tried(picked, real=True)
     if isinstance(best, Fit):
-        liked.update({key: option.slots for key, option in picked.items()})
+        memory.liked.update({key: option.slots for key, option in picked.items()})
     return best
 
 
