@@ -175,3 +175,76 @@ def test_the_smaller_loss_counts_where_the_code_takes_two_widths_for_one():
 def test_widths_that_the_code_takes_for_one_stay_if_one_of_them_stays():
     check(one_width(0, 5, 6, 11), rand(2, 5, 4), golden={"stem.out_features": 16, "attn.num_heads": 4})
     check(one_width(heads=(2,)), rand(2, 5, 4), golden={"stem.out_features": 16, "attn.num_heads": 4})
+
+
+class Strided(nn.Module):
+    """Hiera: a stride that has the value of the heads in one stage, and not in the next."""
+
+    def __init__(self, heads: int, stride: int, width: int = 3) -> None:
+        super().__init__()
+        self.every, self.n, self.width = stride, heads, width
+        self.mix, self.out = nn.Linear(8, heads * width), nn.Linear(heads * width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        y = self.mix(x).view(b, t, self.n, self.width).tanh()
+        return x + self.out(
+            y.view(b, self.every, -1, self.n, self.width)
+            .mean(1, keepdim=True)
+            .expand(b, self.every, t // self.every, self.n, self.width)
+            .reshape(b, t, self.n * self.width)
+        )
+
+
+def strided(*heads: int) -> nn.Sequential:
+    return noisy(nn.Sequential(nn.Linear(4, 8), *(Strided(n, 4) for n in heads), nn.Linear(8, 2)))  # type: ignore
+
+
+def test_an_attribute_follows_a_width_that_it_equals_in_every_module_of_its_class():
+    net = strided(4, 2)
+    unread(net[1].out, 0, 1, 2)
+    check(net, rand(2, 8, 4), golden={"1.n": 3, "1.every": 4, "1.mix.out_features": 9, "2.n": 2, "2.every": 4})
+
+
+class Wide(nn.Module):
+    """transformers' Conv1D: reads one width and writes another, and an attribute has the value of both."""
+
+    def __init__(self, read: int, width: int) -> None:
+        super().__init__()
+        self.nf, self.weight, self.bias = (
+            width,
+            nn.Parameter(torch.randn(read, width)),
+            nn.Parameter(torch.randn(width)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view((*x.shape[:-1], self.nf))
+
+
+def test_the_same_attribute_follows_the_same_place_of_the_code_in_every_module():
+    net = noisy(nn.Sequential(Wide(4, 6), nn.Tanh(), Wide(6, 6), nn.Tanh(), Wide(6, 9), nn.Tanh(), nn.Linear(9, 2)))
+    with torch.no_grad():
+        net[2].weight[:2].zero_()  # of the first, two are unread
+        net[4].weight[1].zero_()
+    unread(net[6], 1, 4, 5)
+    golden = {"0.nf": 4, "2.nf": 5, "4.nf": 6, "2.weight": (4, 5)}
+    check(net, rand(2, 3, 4), golden=golden)
+
+
+class Sizes(nn.Module):
+    """EfficientViT: the sizes of a split are a list."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.sizes = list(sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = torch.split(x, self.sizes, dim=-1)
+        return torch.cat([a.tanh(), b.relu()], -1)
+
+
+def test_a_list_of_widths():
+    net = noisy(nn.Sequential(nn.Linear(4, 10), Sizes(4, 6), nn.Linear(10, 2)))
+    unread(net[2], 1, 2, 7)
+    small = check(net, rand(3, 4), golden={"0.out_features": 7, "1.sizes": [2, 5]}).model
+    assert net[1].sizes == [4, 6] and small[1].sizes is not net[1].sizes

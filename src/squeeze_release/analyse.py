@@ -53,7 +53,7 @@ class Analysis:
         self.constant_labels = torch.zeros(0, dtype=torch.int64)  # channels written as constants
         self.refused: dict[str, int] = {}  # module whose code did not follow -> how many steps it was let less go
         self.blamed: dict[type, set[str]] = {}  # the modules that were found at fault, by class
-        self.tied: set[tuple[str, bool]] = set()  # modules whose code takes widths that were equal to be one
+        self.tied: dict[str, int] = {}  # modules whose code takes widths that were equal for one, see `refuse.tie`
         self.whole: set[str] = set()  # modules that are not replaced
         self.cut: set[Op] = set()
         self.wanted: set[Op] = set()

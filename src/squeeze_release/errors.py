@@ -26,6 +26,7 @@ class InputError(SqueezeError):
     """The example inputs do not fit the model."""
 
     module: str = ""  # dotted path of the innermost module that failed
+    progress: int = 0  # modules that ran to their end before that
 
 
 class ModelError(SqueezeError):

@@ -10,25 +10,22 @@ Shapes are all that counts here, so the trial is a hollow copy that holds no wei
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
 from .analyse import Analysis, rule_of, widths
-from .blocks import inside
+from .attributes import Key, Option, Slot, chosen, others, wishes
 from .copies import borrowed, emptied, hollow
 from .errors import ExportError, InputError
 from .facts import Fact
 from .labels import Live
 from .plan import Plan, make_plan
-from .refuse import refuse
-from .register import named_attributes, registered
+from .refuse import refuse, tie
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
 from .rules.affine import Affine
-from .rules.attention import Attention
 from .rules.elementwise import Identity
 from .rules.groupnorm import GroupNorm
 from .rules.index import SliceScatter
@@ -36,8 +33,7 @@ from .rules.shape import Move, Pieces
 from .trace import Trace, named_arguments, trace
 from .verify import Call
 
-_MOST_CHOICES = 16
-_WORDS = {"idx", "index", "id", "layer", "layers", "depth", "block", "stage", "step", "seed"}
+_MOST_TRIALS = 16
 _TAKE_WIDTHS = (Move, Pieces, Affine, GroupNorm, SliceScatter)  # ops whose int arguments follow the widths
 
 
@@ -45,11 +41,7 @@ _TAKE_WIDTHS = (Move, Pieces, Affine, GroupNorm, SliceScatter)  # ops whose int 
 class Problem:
     module: str
     text: str
-
-
-Number = int | tuple[int, ...]
-Attribute = tuple[type, str, Number]  # class, name, value
-Widths = dict[int, list[int]]  # a width -> what became of it, at one place or another
+    progress: tuple[int, int] = (2, 0)  # how far the code got: calls of modules, or ops that are as predicted
 
 
 @dataclass(frozen=True)
@@ -62,120 +54,82 @@ class Fit:
     traces: list[Trace]
 
 
-def fit(ctx: Analysis, calls: list[Call]) -> Fit:
+@dataclass
+class Memory:
+    """What trials taught about the user's code, for the next look at the narrowed model."""
+
+    liked: dict[Key, tuple[Slot | None, ...]] = field(default_factory=dict)  # which attributes follow which widths
+    tied: dict[str, int] = field(default_factory=dict)  # modules whose code takes several widths for one
+    _tried: set[object] = field(default_factory=set)
+
+    def is_new(self, ctx: Analysis, problem: Problem, what: object) -> bool:
+        """Whether this was not tried yet for a problem of that class; now it is."""
+        kind = type(ctx.model.get_submodule(problem.module))
+        key = (kind, ctx.tied.get(problem.module), ctx.refused.get(problem.module), repr(what))
+        new = key not in self._tried
+        self._tried.add(key)
+        return new
+
+
+def fit(ctx: Analysis, calls: list[Call], memory: Memory) -> Fit:
     """The largest plan that the user's code follows."""
+    for path, level in memory.tied.items():
+        tie(ctx, path, level)
     while True:
         live = ctx.settle()
         plan = make_plan(ctx, live)
         if plan.empty:
             return Fit(plan, live, 0, [])
-        problem: Problem | None = None
-        for attributes in choices(ctx, live):
-            plan.attributes = attributes
-            found = attempt(ctx, live, plan, calls)
-            if isinstance(found, Fit):
-                return found
-            problem = problem or found
-        assert problem is not None
-        if not refuse(ctx, problem.module, problem.text):
+        found = _search(ctx, live, plan, calls, memory)
+        if isinstance(found, Fit):
+            memory.tied = ctx.tied
+            return found
+        if not refuse(ctx, found.module, found.text):
             return Fit(Plan(), live, 0, [])  # everything stays, for that reason
 
 
-def attempt(ctx: Analysis, live: Live, plan: Plan, calls: list[Call]) -> Problem | Fit:
-    """Carry out a plan on a copy and look. Only where the hollow one gives trouble is one with real weights made."""
-    model = emptied(rewrite(hollow(ctx.model), plan))
-    found = check(ctx, live, plan, model, calls)
-    if isinstance(found, Problem):
+def _search(ctx: Analysis, live: Live, plan: Plan, calls: list[Call], memory: Memory) -> Problem | Fit:
+    """Set the attributes that look like a width which changed, so that the code gets as far as it can."""
+    every = wishes(ctx, live, memory.liked)
+    picked, left = {key: options[0] for key, options in every.items()}, _MOST_TRIALS
+
+    def tried(picks: dict[Key, Option], *, real: bool = False) -> Problem | Fit:
+        plan.attributes = chosen(ctx, live, picks)
+        return attempt(ctx, live, plan, calls, real=real)
+
+    best, stuck = tried(picked), False
+    while isinstance(best, Problem) and not stuck:
+        stuck = True
+        for change in others(every, picked, best.module):
+            if left and memory.is_new(ctx, best, [(key, option.slots) for key, option in change.items()]):
+                left -= 1
+                found = tried(picked | change)
+                if isinstance(found, Fit) or found.progress > best.progress:
+                    best, picked, stuck = found, picked | change, False
+                    break
+    if isinstance(best, Problem) and memory.is_new(ctx, best, "real weights"):
+        best = tried(picked, real=True)
+    if isinstance(best, Fit):
+        memory.liked.update({key: option.slots for key, option in picked.items()})
+    return best
+
+
+def attempt(ctx: Analysis, live: Live, plan: Plan, calls: list[Call], *, real: bool = False) -> Problem | Fit:
+    """Carry out a plan on a copy and look. A hollow one does, but where it gives trouble."""
+    if real:
         with borrowed(ctx.model) as copy:
-            found = check(ctx, live, plan, rewrite(copy, plan), calls)
-    return found if isinstance(found, Problem) else Fit(plan, live, _size(ctx.model) - _size(model), found)
+            model = rewrite(copy, plan)
+            found = check(ctx, live, plan, model, calls)
+            saved = _size(ctx.model) - _size(model)
+    else:
+        model = emptied(rewrite(hollow(ctx.model), plan))
+        found = check(ctx, live, plan, model, calls)
+        saved = _size(ctx.model) - _size(model)
+    return found if isinstance(found, Problem) else Fit(plan, live, saved, found)
 
 
 def _size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def choices(ctx: Analysis, live: Live) -> Iterator[dict[str, dict[str, Number]]]:
-    """Ways to set the attributes that look like a width which changed, the likeliest first.
-
-    A choice is made once for all modules of a class: this attribute follows the n-th of the widths that had its value.
-    The code is the same in all of them, so first an attribute is taken to mean the same whatever its value is.
-    """
-    wishes = _wishes(ctx, live)
-    sizes = [max(len(values) for values in places.values()) for places in wishes.values()]
-    names = list(dict.fromkeys((kind, attribute) for kind, attribute, _ in wishes))
-    of_name = [names.index((kind, attribute)) for kind, attribute, _ in wishes]
-    alike = _picks([max(s for s, n in zip(sizes, of_name, strict=True) if n == name) for name in range(len(names))])
-    together = ([picked[name] for name in of_name] for picked in itertools.islice(alike, _MOST_CHOICES))
-    apart = itertools.islice(_picks(sizes), _MOST_CHOICES) if len(names) < len(wishes) else iter(())
-    for picked in itertools.chain(together, apart):
-        result: dict[str, dict[str, Number]] = {path: {**named} for path, named in named_attributes(ctx, live).items()}
-        for (_, attribute, old), places, index in zip(wishes, wishes.values(), picked, strict=True):
-            for path, values in places.items():
-                value = values[min(index, len(values) - 1)]
-                if value != old:
-                    result.setdefault(path, {})[attribute] = value
-        yield result
-
-
-def _picks(sizes: list[int]) -> Iterator[list[int]]:
-    """Which option everyone takes: all of them their first, then one of them another, then two of them."""
-    for flips in range(len(sizes) + 1):
-        for which in itertools.combinations(range(len(sizes)), flips):
-            for others in itertools.product(*(range(1, sizes[i]) for i in which)):
-                other = dict(zip(which, others, strict=True))
-                yield [other.get(i, 0) for i in range(len(sizes))]
-
-
-def _wishes(ctx: Analysis, live: Live) -> dict[Attribute, dict[str, list[Number]]]:
-    """For every attribute with the value of a width that changed: what it may become, module by module."""
-    made: dict[str, Widths] = {}
-    read: dict[str, Widths] = {}
-    for op in ctx.ops:
-        if isinstance(rule_of(op), (Move, Pieces)) and not inside(op.module, ctx.dead):
-            for seen, facts in ((made, op.outputs()), (read, op.facts())):
-                for fact in facts:
-                    for old, new in zip(fact.shape, widths(fact, live), strict=True):
-                        seen.setdefault(op.module, {}).setdefault(old, []).append(new)
-        rule = rule_of(op)
-        if isinstance(rule, Attention):  # other paths of the same code repeat each key head so often
-            for old, new in rule.repeats(op, live):
-                made.setdefault(op.module, {}).setdefault(old, []).append(new)
-                read.setdefault(op.module, {})
-    wishes: dict[Attribute, dict[str, list[Number]]] = {}
-    for path in made:
-        module = ctx.model.get_submodule(path)
-        if type(module).__module__.startswith(("torch.nn.", f"{__package__}.")):
-            continue  # they follow their parameters
-        if registered(module) is not None:
-            continue
-        for attribute, value in vars(module).items():
-            options = _options(value, made[path], read[path])
-            if _WORDS & set(
-                attribute.split("_")
-            ):  # `layer_idx` is no width: another value only if nothing else will do
-                options.sort(key=lambda option: option != value)
-            if len(options) > 1:
-                wishes.setdefault((type(module), attribute, value), {})[path] = options
-    return wishes
-
-
-def _options(value: Any, made: Widths, read: Widths) -> list[Number]:
-    """What a number may become, the likeliest first.
-
-    One that has the value of a width that the module's code lays out mostly is that width. One that has the value of a
-    width that it takes apart (`dim - partial_dim`), or that is a shape, is tried only if nothing else will do.
-    """
-    if isinstance(value, tuple) and all(type(v) is int for v in value):
-        shape = tuple(made.get(v, [v])[0] for v in value)
-        return [value, shape] if shape != value else [value]
-    if type(value) is not int:
-        return []
-    now, taken = (list(dict.fromkeys(seen.get(value, ()))) for seen in (made, read))
-    changed = [width for width in now if width != value]
-    if changed:
-        return [*changed, value]
-    return [value, *[width for width in taken if width != value]]
 
 
 def check(ctx: Analysis, live: Live, plan: Plan, model: nn.Module, calls: list[Call]) -> Problem | list[Trace]:
@@ -186,9 +140,10 @@ def check(ctx: Analysis, live: Live, plan: Plan, model: nn.Module, calls: list[C
         try:
             new = trace(model, call)
         except InputError as error:
-            return Problem(error.module, f"its code does not follow the new widths ({error.what})")
+            text = f"its code does not follow the new widths ({error.what})"
+            return Problem(error.module, text, (0, error.progress))
         except ExportError as error:
-            return Problem("", f"the narrowed model cannot be traced ({error.what})")
+            return Problem("", f"the narrowed model cannot be traced ({error.what})", (1, 0))
         problem = _compare(ctx, live, plan, old, new)
         if problem is not None:
             return problem
@@ -198,30 +153,37 @@ def check(ctx: Analysis, live: Live, plan: Plan, model: nn.Module, calls: list[C
 
 def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> Problem | None:
     by_node = {op.node: op for op in ctx.ops}
-    facts = {op.node: op.out for op in ctx.ops}
     before = [node for node in _plain(old, plan) if not _cuts_nothing(by_node.get(node), live)]
     after = [node for node in _plain(new, plan) if not _is_whole(node)]
     if len(after) < len(before):
         idle = _copies_once(by_node, live)
         before = [node for node in before if node not in idle]
-    for was, now in itertools.zip_longest(before, after):
+    for i, (was, now) in enumerate(itertools.zip_longest(before, after)):
         place = old.module_of(was) if was is not None else new.module_of(now)
         if was is None or now is None or was.target != now.target:
-            return Problem(place, "its code takes another path at the new widths")
+            return Problem(place, "its code takes another path at the new widths", (2, i))
         if by_node.get(was) not in ctx.wanted:
             continue  # nobody reads its numbers
-        want = [widths(fact, live) for fact in flat(facts.get(was))]
-        have = [tuple(int(s) for s in value.shape) for value in _tensors(now.meta.get("val"))]
-        if want and want != have:
-            return Problem(place, f"its code fixes a width: {_short(was)} gives {have} where {want} was planned")
-        if _start(was) is not None and _start(now) != _moved_start(by_node[was], live):
-            return Problem(place, f"its code fixes where a slice begins: {_short(was)}")
-        if isinstance(rule := rule_of(by_node[was]), GroupNorm) and now.args[1] != rule.groups_left(by_node[was], live):
-            return Problem(place, f"its code fixes a number of groups: {_short(was)}")
-        if _numbers(was, old) != _numbers(now, new, plan.rescaled.get(place)):
-            return Problem(place, f"a number in its code depends on a width: {_short(was)}")
+        text = _differs(by_node[was], now, live)
+        if text is None and _numbers(was, old) != _numbers(now, new, plan.rescaled.get(place)):
+            text = f"a number in its code depends on a width: {_short(was)}"
+        if text is not None:
+            return Problem(place, text, (2, i))
     if _shapes(old.nodes[-1]) != _shapes(new.nodes[-1]):
-        return Problem("", "an output of the model would change its shape")
+        return Problem("", "an output of the model would change its shape", (2, len(before)))
+    return None
+
+
+def _differs(op: Op, now: fx.Node, live: Live) -> str | None:
+    """What of an op of the narrowed model is not as the plan predicts."""
+    want = [widths(fact, live) for fact in flat(op.out)]
+    have = [tuple(int(s) for s in value.shape) for value in _tensors(now.meta.get("val"))]
+    if want and want != have:
+        return f"its code fixes a width: {_short(op.node)} gives {have} where {want} was planned"
+    if _start(op.node) is not None and _start(now) != _moved_start(op, live):
+        return f"its code fixes where a slice begins: {_short(op.node)}"
+    if isinstance(rule := rule_of(op), GroupNorm) and now.args[1] != rule.groups_left(op, live):
+        return f"its code fixes a number of groups: {_short(op.node)}"
     return None
 
 

@@ -77,7 +77,7 @@ class Plan:
     norms: dict[str, tuple[Norm, Tensor]] = field(default_factory=dict)  # module -> the constants that it loses
     heads: dict[str, Heads] = field(default_factory=dict)
     rescaled: dict[str, tuple[float, float]] = field(default_factory=dict)  # module -> float attribute, old and new
-    attributes: dict[str, dict[str, int | tuple[int, ...]]] = field(default_factory=dict)
+    attributes: dict[str, dict[str, int | tuple[int, ...] | list[int]]] = field(default_factory=dict)
     dead: dict[str, Replacement] = field(default_factory=dict)
 
     @property

@@ -41,10 +41,8 @@ def _let_less_go(ctx: Analysis, module: str, text: str) -> bool:
     if swapped - ctx.whole:
         ctx.whole |= swapped
         return True
-    if module not in ctx.tied:
-        ctx.tied.add(module)
-        if _tie(ctx, module):
-            return True
+    if _tie_more(ctx, module):
+        return True
     step = ctx.refused[module] = ctx.refused.get(module, 0) + 1
     grids = [grid for grid in ctx.grids if grid.module == module]
     if step == 1 and any(grid.ragged and not grid.rigid for grid in grids):
@@ -64,26 +62,67 @@ def _let_less_go(ctx: Analysis, module: str, text: str) -> bool:
     return step <= 4
 
 
-def _tie(ctx: Analysis, module: str) -> bool:
+def _tie_more(ctx: Analysis, module: str) -> bool:
+    """Tie widths of a module; of all of its class if it is not the first of them, for their code is the same."""
+    kind = type(ctx.model.get_submodule(module))
+    alike = [path for path, other in ctx.model.named_modules() if type(other) is kind]
+    several = any(ctx.tied.get(path) for path in alike if path != module) and not kind.__module__.startswith(
+        "torch.nn."
+    )
+    level = ctx.tied.get(module, 0)
+    while level < len(_TIES):
+        level, before = level + 1, list(ctx.grids)
+        if any([tie(ctx, path, level) for path in (alike if several else [module])]):
+            live = ctx.settle()
+            if not all(bool(live[grid.labels].all()) for grid in ctx.grids if not any(grid is old for old in before)):
+                return True
+            ctx.grids = before  # nothing would go any more: whole heads alone may do better
+    return False
+
+
+def tie(ctx: Analysis, module: str, level: int) -> bool:
+    """Tie the widths of a module up to this level; whether that binds anything new."""
+    start, ctx.tied[module] = ctx.tied.get(module, 0), max(level, ctx.tied.get(module, 0))
+    return any([how(ctx, module) for how in _TIES[start:level]])
+
+
+def _tie_heads(ctx: Analysis, module: str) -> bool:
+    """Code such as `shape = (*x.shape[:-1], -1, self.head_dim)` takes the width of all its heads for one."""
+    tables: dict[int, list[Grid]] = {}
+    for grid in ctx.grids:
+        if grid.module == module and grid.ragged and grid.outer is not None:
+            tables.setdefault(grid.labels.size(1), []).append(grid)
+    tied = False
+    for grids in tables.values():
+        table = torch.cat([grid.labels for grid in grids])
+        outer = torch.cat([grid.outer for grid in grids if grid.outer is not None])
+        if len(ctx.labels.find(table).unique(dim=0)) > len(grids[0].labels):
+            ctx.grids.append(Grid(table, f"{module} (its code gives all heads one width)", outer, module=module))
+            tied = True
+    return tied
+
+
+def _tie_widths(ctx: Analysis, module: str) -> bool:
     """Code such as `B, N, C = x.shape; ...; y.reshape(B, N, C)` takes two widths for one: equally many go of both."""
     widths: dict[int, dict[tuple[int, ...], Tensor]] = {}
     for fact in _around(ctx, module):
         for layer in fact.layers if fact.source != "param" else ():
             labels = compact(layer).reshape(-1)
             widths.setdefault(len(labels), {}).setdefault(tuple(ctx.labels.find(labels).tolist()), labels)
-    ties = []
+    tied, where = False, f"{module} (its code takes widths that were equal for one)"
     for rows in widths.values():
         # An order of its own makes no other width: heads side by side are the same channels as heads in a row.
         distinct = list({tuple(sorted(key)): row for key, row in rows.items()}.values())
         if len(distinct) > 1 and len(distinct[0]) > 1:
             together = ctx.labels.fresh(1).expand(len(distinct)).clone()
-            ties.append(Grid(torch.stack(distinct), module, outer=together, module=f"{module} (widths that are one)"))
-    ctx.grids += ties
-    live = ctx.settle() if ties else None
-    if live is not None and all(bool(live[grid.labels].all()) for grid in ties):  # then heads alone may do better
-        ctx.grids = [grid for grid in ctx.grids if not any(grid is tie for tie in ties)]
-        return False
-    return bool(ties)
+            ctx.grids.append(
+                Grid(torch.stack(distinct), where, outer=together, module=f"{module} (widths that are one)")
+            )
+            tied = True
+    return tied
+
+
+_TIES = (_tie_heads, _tie_widths)
 
 
 def _callers(ctx: Analysis, module: str) -> list[str]:

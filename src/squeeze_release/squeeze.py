@@ -13,7 +13,7 @@ from .analyse import RULE_SETS, analyse
 from .compaction import plan_compaction
 from .copies import borrow, borrowed, copy_model, emptied
 from .errors import InputError
-from .follow import fit
+from .follow import Memory, fit
 from .masks import bake_masks, check_finite
 from .plan import Plan
 from .report import Report, make_report, outline
@@ -74,14 +74,14 @@ def squeeze(
     check_finite(masked)
 
     calls, before = as_calls(example_inputs, kwargs), outline(masked)
-    small, plans = masked, []
+    small, plans, memory = masked, [], Memory()
     # The same steps in float64. Constants are read from it: in `small`, what earlier steps folded is rounded already.
     exact = copy_model(masked).double() if verify else None
     first = traces = _traces(small, calls)  # 1. trace
     while True:
         facts = analyse(small, traces, rules, keep, exact)  # 2. constants, forward
         facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
-        fitted = fit(facts, calls)  # 3. liveness, backward  4. plan, and see that the code follows it
+        fitted = fit(facts, calls, memory)  # 3. liveness, backward  4. plan, and see that the code follows it
         step = fitted.plan if fitted.saved > 0 else plan_compaction(facts) if compaction else Plan()
         if step.empty:
             break

@@ -206,6 +206,7 @@ def _probe(model: nn.Module, call: Call) -> dict[str, ModuleCall]:
             remedy="pass inputs with which model(*example_inputs, **kwargs) works",
         )
         error.module = entered[-1] if entered else ""
+        error.progress = sum(seen.count for seen in calls.values())
         raise error from cause
     finally:
         for handle in handles:

@@ -41,9 +41,9 @@ def numbers(op: Op, argument: str, width: int, default: float) -> Tensor:
 class BatchNorm(Rule):
     """Eval mode: y_k = g_k (x_k - m_k) / sqrt(v_k + eps) + b_k. A constant stays one; gamma 0 makes one.
 
-        Known: what was known of x_k up to shared functions is known of y_k, for it is scaled and shifted.
-        Exact: no channel sees another one.
-        Keeps: everything where it has no running statistics or is left in train mode.
+    Known: what was known of x_k up to shared functions is known of y_k, for it is scaled and shifted.
+    Exact: no channel sees another one.
+    Keeps: everything where it has no running statistics or is left in train mode.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:

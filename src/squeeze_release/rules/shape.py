@@ -292,7 +292,11 @@ class Turn(Rule):
         for layer in x.layers:
             if dims & set(varying(layer)):
                 ctx.pin(layer, op, "channels change their order here")
-        return Fact(x.shape, x.layers, collapse(call(op, x.value)))
+
+        def run(t: Tensor) -> Tensor:
+            return collapse(call(op, t))
+
+        return Fact(x.shape, x.layers, run(x.value), span=x.moved(run))
 
 
 @rule("pad", "constant_pad_nd")
