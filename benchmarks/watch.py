@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 
 # Functions that move numbers or add them up.
 _MOVES = set(
-    "permute transpose reshape view flatten unflatten contiguous to float double type_as dropout roll pad mean sum "
-    "getitem unbind chunk split split_with_sizes squeeze unsqueeze expand clone movedim swapaxes cat stack concat select "
-    "narrow repeat get avg_pool2d adaptive_avg_pool2d avg_pool1d adaptive_avg_pool1d detach alias view_as neg flip tile "
-    "set requires_grad".split()
+    "permute transpose reshape view flatten unflatten contiguous to float double type_as dropout roll pad mean "
+    "sum getitem unbind chunk split split_with_sizes squeeze unsqueeze expand clone movedim swapaxes cat stack concat "
+    "select narrow repeat get avg_pool2d adaptive_avg_pool2d avg_pool1d adaptive_avg_pool1d detach alias view_as neg "
+    "flip tile set requires_grad".split()
 )
 _COMBINES = set("add sub mul div rsub radd rmul truediv iadd imul isub".split())
 
