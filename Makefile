@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 N      ?= 2000
+J      ?= 2
 PYTEST_ARGS ?=
 
 BIN   := $(VENV)/bin
@@ -44,8 +45,8 @@ format: $(STAMP) ## let ruff rewrite what `make lint` would complain about
 docs: $(STAMP) ## write docs/rules from the docstrings of the rules
 	$(BIN)/python docs/rule_pages.py
 
-fuzz: $(STAMP) ## N random networks with random masks (N=2000)
-	$(BIN)/python tests/fuzz.py $(N)
+fuzz: $(STAMP) ## N random networks with random masks, on J processes (N=2000, J=2)
+	$(BIN)/python tests/fuzz.py $(N) --jobs $(J)
 
 bench: $(STAMP) ## seconds for export, analysis and verification; CompensatedLayerNorm against LayerNorm
 	$(BIN)/python benchmarks/squeeze_speed.py

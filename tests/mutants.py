@@ -112,6 +112,32 @@ def rms_normed() -> Network:
     return dead(net[0], 1, 2, 4) and net, rand(3, 4)
 
 
+def rescaled() -> Network:
+    """Three constants behind a norm, scaled and shifted channel by channel before a Linear reads them."""
+    parts = {"scale": nn.Parameter(rand(6)), "shift": nn.Parameter(rand(6)), "norm": nn.RMSNorm(6, eps=1e-5)}
+    net = noisy(
+        Net(lambda s, x: s.out(s.norm(s.lin(x)) * s.scale + s.shift), lin=nn.Linear(4, 6), out=nn.Linear(6, 3), **parts)
+    )
+    return dead(net.lin, 1, 2, 4) and net, rand(3, 4)
+
+
+def two_norms() -> Network:
+    """Constants behind two norms side by side: 1/rms of one is not that of the other, so each has its carrier."""
+    one, two = (nn.Sequential(nn.Linear(4, 6), nn.RMSNorm(6, eps=1e-5)) for _ in range(2))
+    net = noisy(nn.Sequential(Branches(one, two, -1), nn.Linear(12, 3)))
+    dead(one[0], 1, 2)
+    dead(two[0], 3, 4)
+    return net, rand(3, 4)
+
+
+def constant_queries() -> Network:
+    """Dimensions 1 and 3 of both heads ask the same of every token: one of them carries the other."""
+    net = noisy(Attention(6, 2, 4, "separate"))
+    dead(net.q, 1, 3, 5, 7)
+    unread(net.proj, 1, 5)
+    return net, rand(2, 5, 6)
+
+
 def group_normed(*unread_columns: int) -> Network:
     """Four groups of two channels."""
     net = noisy(nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(4, 8), nn.Conv2d(8, 2, 1)))

@@ -48,3 +48,9 @@ def test_every_rule_says_when_it_is_exact_and_what_it_keeps() -> None:
     for rule in RULES.values():
         said = "".join(base.__doc__ or "" for base in type(rule).__mro__ if base is not Rule)
         assert "Exact: " in said and "Keeps: " in said, type(rule).__name__
+
+
+def test_the_architecture_page_names_every_file() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    files = [path.name for path in (DOCS.parent / "src/squeeze_release").rglob("*.py") if "modules" not in path.parts]
+    assert [name for name in files if name != "__init__.py" and f"`{name}`" not in page] == []

@@ -15,6 +15,7 @@ from mutants import (
     Network,
     called_twice,
     constant_block,
+    constant_queries,
     constant_values,
     dead_block,
     depthwise,
@@ -31,11 +32,13 @@ from mutants import (
     normed,
     padded,
     positions,
+    rescaled,
     rms_normed,
     shuffled,
     side_by_side,
     sliced,
     sums_to_zero,
+    two_norms,
     unaligned,
     unread_inputs,
     zero_meets_x,
@@ -45,6 +48,7 @@ from torch import Tensor, nn
 import squeeze_release as sr
 from squeeze_release import blocks, follow, rewrite
 from squeeze_release.analyse import Analysis
+from squeeze_release.facts import Span
 from squeeze_release.labels import Grid, Live
 from squeeze_release.modules import CompensatedLayerNorm, CompensatedRMSNorm
 from squeeze_release.plan import Plan
@@ -85,6 +89,11 @@ def filled_with_zeros(with_place: Callable[..., nn.Module], module: nn.Module, l
 def larger_factors(carried: Callable[..., Carried | None], *args: Any) -> Carried | None:
     found = carried(*args)
     return found and replace(found, factors=1.1 * found.factors)
+
+
+def one_function(span: Callable[..., Span | None], *args: Any) -> Span | None:
+    found = span(*args)
+    return found and replace(found, parts=(sum(found.parts[1:], found.parts[0]),))
 
 
 def dealt_out(copied: Callable[..., Tensor], op: Any, ctx: Any, source: Tensor, times: int, *copies: Any) -> Tensor:
@@ -212,6 +221,9 @@ MUTATIONS = {
     ),
     "a compensated norm has a wrong mean": Mutation(change(CompensatedLayerNorm, "merge", wrong_mean), normed),
     "a compensated norm has a wrong spread": Mutation(change(CompensatedLayerNorm, "merge", wrong_spread), normed),
+    "a scale behind a norm changes nothing": Mutation(change(Span, "scaled", lambda _, span, *args: span), rescaled),
+    "norms side by side share their functions": Mutation(change(shape.Cat, "_span", one_function), two_norms),
+    "a constant query takes over too much": Mutation(change(attention, "carried", larger_factors), constant_queries),
     "a compensated RMS norm has wrong squares": Mutation(
         change(CompensatedRMSNorm, "merge", lambda merge, norm, constants: merge(norm, 1.1 * constants)), rms_normed
     ),

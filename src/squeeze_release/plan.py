@@ -71,6 +71,9 @@ class Plan:
     groups: dict[str, int] = field(default_factory=dict)
     group_columns: dict[str, Tensor] = field(default_factory=dict)  # grouped weight -> columns that stay, by group
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> attributes that a rule sets
+    unread_norms: dict[str, int] = field(
+        default_factory=dict
+    )  # module -> its width, where its numbers no longer matter
     norms: dict[str, tuple[Norm, Tensor]] = field(default_factory=dict)  # module -> the constants that it loses
     heads: dict[str, Heads] = field(default_factory=dict)
     rescaled: dict[str, tuple[float, float]] = field(default_factory=dict)  # module -> float attribute, old and new

@@ -166,6 +166,9 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
         model = _swap(model, path, with_index(model.get_submodule(path), index))
     for path, live in plan.placed.items():
         model = _swap(model, path, with_place(model.get_submodule(path), live))
+    for path, width in plan.unread_norms.items():
+        if path not in plan.norms and hasattr(model.get_submodule(path), "normalized_shape"):
+            model.get_submodule(path).normalized_shape = (width,)  # type: ignore[assignment]
     for path, (norm, constants) in plan.norms.items():
         model = _swap(model, path, compensated(model.get_submodule(path), norm, constants))
     for path, heads in plan.heads.items():

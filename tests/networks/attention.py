@@ -80,7 +80,7 @@ class GroupedAttention(nn.Module):
         self.q = nn.Linear(width, self.num_heads * head_dim, bias=bias)
         self.k, self.v = (nn.Linear(width, heads * head_dim, bias=bias) for _ in range(2))
         self.proj = nn.Linear(self.num_heads * head_dim, width, bias=bias)
-        self.over = norm
+        self.over, self.in_op = norm, share == "gqa" and scores in ("sdpa", "causal") and shared_by > 1
         if norm:
             self.q_norm = HandRMSNorm(head_dim if norm == "head" else self.num_heads * head_dim, "llama")
             self.k_norm = nn.RMSNorm(head_dim if norm == "head" else heads * head_dim)
@@ -111,7 +111,7 @@ class GroupedAttention(nn.Module):
         return rotate_pairs(x, angles.cos(), angles.sin())
 
     def shared(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.groups == 1 or self.share == "gqa":
+        if self.groups == 1 or self.in_op:
             return k, v
         if self.share == "repeat":
             return k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)
@@ -121,7 +121,7 @@ class GroupedAttention(nn.Module):
         if self.scores in ("sdpa", "causal"):
             causal = self.scores == "causal" and mask is None
             return F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=causal, scale=self.scaling, enable_gqa=self.share == "gqa" and self.groups > 1
+                q, k, v, mask, is_causal=causal, scale=self.scaling, enable_gqa=self.in_op
             )
         scores = q @ k.transpose(-2, -1) * self.scaling
         if self.scores == "softcap":

@@ -146,7 +146,7 @@ def _fused(choose: Choose, generator: torch.Generator) -> Drawn:
 
 
 def maybe_with_features(choose: Choose, head: Head) -> nn.Module:
-    return WithFeatures(head, choose(range(len(head.body)))) if choose([False] * 5 + [True]) else head
+    return WithFeatures(head, choose(range(len(head.body) + 1))) if choose([False] * 5 + [True]) else head
 
 
 FAMILIES = (flat, images, images, tokens, tokens, language, language, two_inputs)

@@ -101,6 +101,7 @@ class Combine(Rule):
     over which the other's channels spread, and broadcasts over the rest, binds that index in all of them (`Grid`).
     An operand of fixed extent fixes the channels it meets. 0 * x = 0.
     Constant: where all operands are, and where a factor is 0. 0 + x is x: a zero that meets a living channel stays.
+    Known: what is known up to shared functions (`rules/carriers.py`), and scaled or shifted by constants.
     Exact: channels that meet go together or not at all, so what is left meets what it met before.
     Keeps: channels that meet a fixed width, or a layout of channels that cannot be bound to theirs; under the paper's
     rule sets, residual streams.

@@ -41,12 +41,9 @@ def numbers(op: Op, argument: str, width: int, default: float) -> Tensor:
 class BatchNorm(Rule):
     """Eval mode: y_k = g_k (x_k - m_k) / sqrt(v_k + eps) + b_k. A constant stays one; gamma 0 makes one.
 
-    <<<<<<< HEAD
         Known: what was known of x_k up to shared functions is known of y_k, for it is scaled and shifted.
-    =======
         Exact: no channel sees another one.
         Keeps: everything where it has no running statistics or is left in train mode.
-    >>>>>>> t-docs
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -125,11 +122,12 @@ class Statistics(Rule):
 
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         labels = op.memo.get("labels")
-        if labels is None or op not in ctx.wanted:
+        if labels is None or bool(live[labels].all()):
             return
-        gone = ~live[labels]
-        if bool(gone.any()):
-            plan.compensate(op.module, self.norm(op), ctx.agreed(f"norm {op.module}")[gone])
+        if op in ctx.wanted:
+            plan.compensate(op.module, self.norm(op), ctx.agreed(f"norm {op.module}")[~live[labels]])
+        else:  # nobody reads its numbers, but it runs
+            plan.unread_norms[op.module] = int(live[labels].sum())
 
 
 @rule("squeeze_release::layer_norm")

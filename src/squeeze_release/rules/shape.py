@@ -170,6 +170,7 @@ class Pieces(Rule):
 class Cat(Rule):
     """Along the dimension of the concat, labels stand side by side; along the others they meet and are merged.
 
+    Known: each piece up to functions of its own, which the others have none of (`rules/carriers.py`).
     Exact: a channel that goes, goes from its own piece.
     Keeps: pieces of fixed width.
     """
