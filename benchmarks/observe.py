@@ -24,27 +24,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from leaves import Leaf, leaves
+from precision import Float64
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from watch import Watch
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-_LOW = (torch.float32, torch.float16, torch.bfloat16)
 _SAME, _ZERO = 1e-9, 1e-12
-
-
-class Float64(TorchFunctionMode):
-    """Casts to lower precision are lifted: transformers computes some norms and softmaxes in float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (Tensor.float, Tensor.half, Tensor.bfloat16) and args[0].dtype is torch.float64:
-            return args[0]
-        args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _LOW else a for a in args)
-        if kwargs.get("dtype") in _LOW:
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
 
 
 _SATURATING = {
@@ -145,7 +132,7 @@ def _observe(model: nn.Module, call: Call, writer_norms: set[str] | None) -> Obs
         seen.constant_in[name] = torch.stack(c.constant_in).all(0)
     outputs, free = _run_cut(model, call, seen, calls)
     if writer_norms is None:
-        seen.writer_norms = _writer_norms(seen, calls, outputs)
+        seen.writer_norms = _writer_norms(seen, calls, outputs) | _nonlinear_norms(model, call, seen, calls)
     _settle(seen, calls, outputs, free)
     _run_cut(model, call, seen, calls, again=True)
     for name, c in calls.items():
@@ -256,13 +243,39 @@ def _patched(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
 
 def _writer_norms(seen: Observation, calls: dict[str, _Calls], outputs: Tensor) -> set[str]:
     """Norms whose output reaches a norm, a depthwise convolution or an output of the model with no layer between."""
-    kinds = ("norm", "channelwise", "attention", "recurrent")
+    kinds = ("norm", "channelwise")
     loss = outputs + sum(y.sum() for name, c in calls.items() if seen.leaves[name].kind in kinds for y in c.read)
     norms = [(name, made) for name, c in calls.items() if seen.leaves[name].kind == "norm" for made in c.made]
     if not norms or not loss.requires_grad:
         return set()
     grads = torch.autograd.grad(loss, [made for _, made in norms], retain_graph=True, allow_unused=True)
     return {name for (name, _), grad in zip(norms, grads, strict=True) if grad is not None and bool(grad.any())}
+
+
+@torch.no_grad()
+def _nonlinear_norms(model: nn.Module, call: Call, seen: Observation, calls: dict[str, _Calls]) -> set[str]:
+    """Norms that are read through an activation, a product or another function that is not linear."""
+    watch = Watch({id(seen.leaves[name].weight) for name in seen.lent})
+    count = dict.fromkeys(calls, 0)
+
+    def cut(leaf: Leaf, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            number = count[leaf.name]
+            count[leaf.name] += 1
+            if leaf.kind in ("attention", "recurrent"):
+                with torch._C.DisableTorchFunction():
+                    return original(*args, **kwargs)
+            made = _noise(calls[leaf.name].shape_out[number], f"{leaf.name} {number}")
+            if leaf.kind == "norm":
+                watch.follow(made, frozenset({leaf.name}))
+            return made
+
+        return forward
+
+    forwards = {leaf.module: cut(leaf, leaf.module.forward) for n, leaf in seen.leaves.items() if n in calls}
+    with _patched(forwards), watch:
+        model(*call[0], **call[1])
+    return watch.found
 
 
 def _settle(seen: Observation, calls: dict[str, _Calls], outputs: Tensor, free: dict[str, Tensor]) -> None:
