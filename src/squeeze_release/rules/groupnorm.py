@@ -43,8 +43,8 @@ class GroupNorm(OverPositions):
     Constant: y_k where g_k = 0, and a whole group if all of its x_k are constant.
     Need: all channels of a group of which one stays, constant or not. Whole groups go.
     Absorb: `num_groups` becomes the number of groups that are left.
-    Refuses where a function is called instead of an nn.GroupNorm, whose `num_groups` can be set; one group is a layer
-    norm over channels and positions, and goes as a whole or not at all.
+    Refuses where a function is called instead of an nn.GroupNorm, whose `num_groups` can be set. A module with one
+    group is a layer norm over channels and positions, see there.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
