@@ -129,3 +129,49 @@ def test_widths_in_the_code_of_a_class_that_holds_itself():
         unread(block.back, 0, 3)
     dead(net[2], 2)
     check(net, rand(3, 4), golden={"1.lin.out_features": 6, "1.inner.inner.lin.out_features": 6, "2.out_features": 6})
+
+
+class OneWidth(nn.Module):
+    """timm's BEiT and others: the width of the input is taken for that of all heads together."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.qkv, self.proj = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, width // self.num_heads).permute(2, 0, 3, 1, 4)
+        y = ((q * 0.3) @ k.transpose(-2, -1)).softmax(-1) @ v
+        return self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
+
+
+def one_width(*channels: int, heads: tuple[int, ...] = ()) -> nn.Module:
+    net = Net(
+        lambda s, x: s.out(s.attn(y := s.stem(x)) + y),
+        stem=nn.Linear(4, 16),
+        attn=OneWidth(16, 4),
+        out=nn.Linear(16, 3),
+    )
+    noisy(net)
+    for channel in channels:
+        dead(net.stem, channel, bias=0.0)
+        dead(net.attn.proj, channel, bias=0.0)
+    for head in heads:
+        unread(net.attn.proj, *range(4 * head, 4 * head + 4))
+    return net
+
+
+def test_widths_that_the_code_takes_for_one_shrink_together():
+    net = one_width(0, 5, 6, 11, heads=(2,))
+    golden = {"stem.out_features": 12, "attn.qkv.weight": (36, 12), "attn.num_heads": 3, "out.in_features": 12}
+    check(net, rand(2, 5, 4), golden=golden)
+
+
+def test_the_smaller_loss_counts_where_the_code_takes_two_widths_for_one():
+    net = one_width(0, 5, 6, 11, 12, 15, heads=(2,))
+    check(net, rand(2, 5, 4), golden={"stem.out_features": 12, "attn.num_heads": 3})
+
+
+def test_widths_that_the_code_takes_for_one_stay_if_one_of_them_stays():
+    check(one_width(0, 5, 6, 11), rand(2, 5, 4), golden={"stem.out_features": 16, "attn.num_heads": 4})
+    check(one_width(heads=(2,)), rand(2, 5, 4), golden={"stem.out_features": 16, "attn.num_heads": 4})

@@ -71,17 +71,19 @@ def _tie(ctx: Analysis, module: str) -> bool:
         for layer in fact.layers if fact.source != "param" else ():
             labels = compact(layer).reshape(-1)
             widths.setdefault(len(labels), {}).setdefault(tuple(ctx.labels.find(labels).tolist()), labels)
-    tied = False
+    ties = []
     for rows in widths.values():
         # An order of its own makes no other width: heads side by side are the same channels as heads in a row.
         distinct = list({tuple(sorted(key)): row for key, row in rows.items()}.values())
         if len(distinct) > 1 and len(distinct[0]) > 1:
             together = ctx.labels.fresh(1).expand(len(distinct)).clone()
-            ctx.grids.append(
-                Grid(torch.stack(distinct), module, outer=together, module=f"{module} (widths that are one)")
-            )
-            tied = True
-    return tied
+            ties.append(Grid(torch.stack(distinct), module, outer=together, module=f"{module} (widths that are one)"))
+    ctx.grids += ties
+    live = ctx.settle() if ties else None
+    if live is not None and all(bool(live[grid.labels].all()) for grid in ties):  # then heads alone may do better
+        ctx.grids = [grid for grid in ctx.grids if not any(grid is tie for tie in ties)]
+        return False
+    return bool(ties)
 
 
 def _callers(ctx: Analysis, module: str) -> list[str]:

@@ -72,8 +72,8 @@ def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
     for name, factors in plan.scaled.items():
         old = tensors[name]
         tensors[name] = old.double() * factors.to(old.device).reshape(-1, *[1] * (old.dim() - 1))
-    for name, carry in plan.carried.items():
-        tensors[name] = _carry(tensors[name], carry)
+    for name, carries in plan.carried.items():
+        tensors[name] = functools.reduce(_carry, carries.values(), tensors[name])
     for name, values in plan.replaced_values.items():
         tensors[name] = values
     for name, columns in plan.group_columns.items():
@@ -167,6 +167,9 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
         model = _swap(model, path, with_index(model.get_submodule(path), index))
     for path, live in plan.placed.items():
         model = _swap(model, path, with_place(model.get_submodule(path), live))
+    for path, width in plan.unread_norms.items():
+        if path not in plan.norms and hasattr(model.get_submodule(path), "normalized_shape"):
+            model.get_submodule(path).normalized_shape = (width,)  # type: ignore[assignment]
     for path, (norm, constants) in plan.norms.items():
         model = _swap(model, path, compensated(model.get_submodule(path), norm, constants))
     for path, heads in plan.heads.items():

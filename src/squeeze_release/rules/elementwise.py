@@ -42,7 +42,11 @@ def numbers(argument: Any) -> Any:
 
 @rule(*UNARY)
 class Unary(Rule):
-    """y = f(x), element by element: a constant c becomes f(c)."""
+    """y = f(x), element by element: a constant c becomes f(c).
+
+    Exact: f(c) is computed by the op itself, in float64.
+    Keeps: everything where a bound is a tensor (clamp).
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         facts = list(op.facts())
@@ -58,7 +62,11 @@ class Unary(Rule):
 
 @rule(*IDENTITY)
 class Identity(Rule):
-    """y = x in eval mode. Casts between float types are identities here: verification lifts them to float64 too."""
+    """y = x in eval mode. Casts between float types are identities here: verification lifts them to float64 too.
+
+    Exact: up to the rounding of such a cast, which the original has as well.
+    Keeps: everything under a dropout that was exported in train mode; a cast to integers forgets constants.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, out = next(op.facts()), blank(op)
@@ -75,7 +83,11 @@ class Identity(Rule):
     "_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"
 )
 class Assertion(Rule):
-    """Checks that torch.export adds, in front of casts for one. They compute nothing."""
+    """Checks that torch.export adds, in front of casts for one. They compute nothing.
+
+    Exact: always.
+    Keeps: nothing.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         return None
@@ -88,6 +100,11 @@ class Combine(Rule):
     Along a dimension of size 1 an operand is read by all and binds nothing. An operand that has one of the dimensions
     over which the other's channels spread, and broadcasts over the rest, binds that index in all of them (`Grid`).
     An operand of fixed extent fixes the channels it meets. 0 * x = 0.
+    Constant: where all operands are, and where a factor is 0. 0 + x is x: a zero that meets a living channel stays.
+    Known: what is known up to shared functions (`rules/carriers.py`), and scaled or shifted by constants.
+    Exact: channels that meet go together or not at all, so what is left meets what it met before.
+    Keeps: channels that meet a fixed width, or a layout of channels that cannot be bound to theirs; under the paper's
+    rule sets, residual streams.
     """
 
     follow_numbers = True
@@ -129,7 +146,11 @@ class Combine(Rule):
 
 @rule(*OPAQUE)
 class CombineOpaque(Combine):
-    """Elementwise by place; the numbers are not followed."""
+    """y = f(x, z) as above, for comparisons, `where` and the like: the numbers are not followed.
+
+    Exact: labels are merged as above.
+    Keeps: what it kept above; a constant that comes out is not known to be one.
+    """
 
     follow_numbers = False
 

@@ -42,6 +42,8 @@ class BatchNorm(Rule):
     """Eval mode: y_k = g_k (x_k - m_k) / sqrt(v_k + eps) + b_k. A constant stays one; gamma 0 makes one.
 
     Known: what was known of x_k up to shared functions is known of y_k, for it is scaled and shifted.
+    Exact: no channel sees another one.
+    Keeps: everything where it has no running statistics or is left in train mode.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -64,7 +66,10 @@ class Statistics(Rule):
 
     Need: every x_k that is not constant; a constant x_k only if y_k is read and no carrier stands for it.
     Absorb: constants that go become numbers of a compensated norm.
-    Over one dimension of several that hold channels (qk-norm: each head alone) only whole heads go.
+    Exact: statistics of the removed channels are kept in float64, and do not depend on the input.
+    Keeps: every channel that varies; a constant where something that is not linear reads it behind the norm, or where
+    calls of one module see different ones. Over one of several dimensions that hold channels (qk-norm: each head
+    alone), all but whole heads.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -127,11 +132,12 @@ class Statistics(Rule):
 
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         labels = op.memo.get("labels")
-        if labels is None or op not in ctx.wanted:
+        if labels is None or bool(live[labels].all()):
             return
-        gone = ~live[labels]
-        if bool(gone.any()):
-            plan.compensate(op.module, self.norm(op), ctx.agreed(f"norm {op.module}")[gone])
+        if op in ctx.wanted:
+            plan.compensate(op.module, self.norm(op), ctx.agreed(f"norm {op.module}")[~live[labels]])
+        else:  # nobody reads its numbers, but it runs
+            plan.unread_norms[op.module] = int(live[labels].sum())
 
 
 @rule("squeeze_release::layer_norm")
@@ -141,6 +147,7 @@ class LayerNorm(Statistics):
     Constant: y_k where g_k = 0, and everything if every x_k is constant.
     Known: a constant x_k = c gives y_k = b_k + g_k c / sigma - g_k mu / sigma, so two channels carry all of them.
     Absorb: count, mean and squared deviations of the constants that go (`CompensatedLayerNorm`).
+    Exact: (m var_A + M2 + (m K / C) (mu_A - m_R)^2) / C is the variance over all C = m + K channels; nothing cancels.
     A group norm with one group is the same with mu and sigma over positions too (`CompensatedGroupNorm`).
     """
 
@@ -167,6 +174,8 @@ class RMSNorm(Statistics):
     Constant: y_k where g_k = 0 or x_k = 0.
     Known: a constant x_k = c gives y_k = g_k c / rms, so one channel carries all of them.
     Absorb: count and squares of the constants that go (`CompensatedRMSNorm`).
+    Exact: sums of squares add up. A zero leaves without a carrier. Where eps depends on the dtype nothing else is
+    constant.
     """
 
     def span(self, op: Op, c: Tensor) -> list[Tensor]:
@@ -188,13 +197,21 @@ class RMSNorm(Statistics):
 
 @rule("layer_norm", "native_layer_norm")
 class InlineLayerNorm(Rule):
-    """A layer norm that is called as a function cannot be swapped for a compensated one."""
+    """A layer norm that is called as a function cannot be swapped for a compensated one.
+
+    Exact: always, for nothing changes here.
+    Keeps: all its channels; an nn.LayerNorm would let them go.
+    """
 
     reason = "layer_norm called as a function inside a larger forward; make it an nn.LayerNorm to let channels go"
 
 
 @rule("rms_norm")
 class InlineRMSNorm(Rule):
-    """An RMS norm that is called as a function cannot be swapped for a compensated one."""
+    """An RMS norm that is called as a function cannot be swapped for a compensated one.
+
+    Exact: always, for nothing changes here.
+    Keeps: all its channels; an nn.RMSNorm would let them go.
+    """
 
     reason = "rms_norm called as a function inside a larger forward; make it an nn.RMSNorm to let channels go"

@@ -26,7 +26,12 @@ swapdims mT expand_as view_as reshape_as numpy_T repeat tile repeat_interleave.s
 
 
 class Move(Rule):
-    """One tensor in, its elements moved. What stays must stay rectangular along every new dimension (`Grid`)."""
+    """One tensor in, its elements moved. What stays must stay rectangular along every new dimension (`Grid`).
+
+    Exact: the op itself is run on labels and constants. Whether its sizes follow the new widths is tried (`follow.py`).
+    Keeps: channels of which every n-th is taken, or that end up alone along a dimension; positions of a parameter that
+    is cut, for other inputs may reach further.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x = self._source(op, ctx, next(op.facts()))
@@ -129,7 +134,11 @@ def _apart(op: Op, ctx: Analysis, layers: list[Tensor]) -> list[Tensor]:
 
 @rule("unbind", "chunk", "split.Tensor", "split_with_sizes", "tensor_split.sections")
 class Pieces(Rule):
-    """One tensor in, several out. Equal pieces of one row of channels must stay equally long."""
+    """One tensor in, several out. Equal pieces of one row of channels must stay equally long.
+
+    Exact: the op itself is run on labels and constants.
+    Keeps: a piece of one channel; of equal pieces, what makes them equally long.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x = next(op.facts())
@@ -159,7 +168,12 @@ class Pieces(Rule):
 
 @rule("cat", "concat", "concatenate")
 class Cat(Rule):
-    """Along the dimension of the concat, labels stand side by side; along the others they meet and are merged."""
+    """Along the dimension of the concat, labels stand side by side; along the others they meet and are merged.
+
+    Known: each piece up to functions of its own, which the others have none of (`rules/carriers.py`).
+    Exact: a channel that goes, goes from its own piece.
+    Keeps: pieces of fixed width.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         out = blank(op)
@@ -240,7 +254,11 @@ class Cat(Rule):
 
 @rule("stack")
 class Stack(Rule):
-    """Labels of the parts stand side by side along the new dimension."""
+    """Labels of the parts stand side by side along the new dimension.
+
+    Exact: what stays is rectangular (`Grid`): the parts lose equally many channels each.
+    Keeps: everything where the parts carry channels along different dimensions.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         facts = list(op.facts())
@@ -262,7 +280,11 @@ class Stack(Rule):
 
 @rule("roll", "flip")
 class Turn(Rule):
-    """Turned over positions, channels pass; turned over channels, their order is fixed."""
+    """Turned over positions, channels pass; turned over channels, their order is fixed.
+
+    Exact: no channel sees another one.
+    Keeps: channels that are turned over.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x = next(op.facts())
@@ -278,6 +300,9 @@ class Pad(Rule):
     """Zero padding keeps only the constant it pads with; reflect, replicate and circular padding keep any.
 
     Channels that are padded (the shortcut of a ResNet for CIFAR) stand beside constants of fixed width.
+    Known: behind zero padding a constant times the padded 1 (`rules/carriers.py`).
+    Exact: the numbers that are padded with are constants of the op.
+    Keeps: the pads themselves; all channels where they are cut, or padded together with positions, or reflected.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
