@@ -96,6 +96,8 @@ def _attention(
     width = leaves[out].inputs if out else value_width
     if rest or width % heads or value_width % (width // heads):
         return None
+    if len(sharing) == 3 and value_width != width:  # q and k of another width than v: the leaf has no equal thirds
+        return None
     if len(sharing) > 1 and value_width != width:  # q, k and v are not equally wide: where each begins is not known
         parts, value_width = dict.fromkeys("qkv", ""), width
     norms = [getattr(module, a, None) for a in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")]

@@ -279,6 +279,8 @@ class Garden:
             children = [(f"{prefix}.{n}" if prefix else n, c) for n, c in group.named_children()]
             if not isinstance(group, nn.ModuleList | nn.Sequential) or len(children) < 3:
                 continue
+            if self._shuffled(prefix, re.compile("stage")):  # half of a shuffled stream cannot go without the other
+                continue
             alike = [n for n, c in children[1:] if type(c) is type(children[-1][1]) and not _is_stack(c)]
             if not alike or type(children[-1][1]).__module__.startswith("torch.nn."):
                 continue

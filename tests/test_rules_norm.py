@@ -338,7 +338,6 @@ def test_layer_norm_in_front_of_a_residual_stream():
     "norm",
     [
         nn.GroupNorm(3, 6),
-        nn.GroupNorm(1, 6),
         nn.LocalResponseNorm(3),
         nn.RMSNorm(7),
     ],

@@ -13,6 +13,7 @@ from .blocks import Replacement
 from .copies import drop_gradients
 from .masks import bake_masks
 from .modules import (
+    CompensatedGroupNorm,
     CompensatedLayerNorm,
     CompensatedRMSNorm,
     Constant,
@@ -231,7 +232,8 @@ def compensated(old: nn.Module, norm: Norm, constants: Tensor) -> nn.Module:
         new = CompensatedRMSNorm(width, norm.eps, False, weight_offset=norm.weight_offset, channel_dim=norm.channel_dim)
     else:
         assert norm.eps is not None
-        new = CompensatedLayerNorm(width, norm.eps, False, channel_dim=norm.channel_dim)
+        kind = CompensatedGroupNorm if norm.positions else CompensatedLayerNorm
+        new = kind(width, norm.eps, False, channel_dim=norm.channel_dim)
         new.bias = getattr(old, "bias", None)
     new.weight = weight
     for name, child in old.named_children():  # an activation, say

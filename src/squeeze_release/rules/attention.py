@@ -97,8 +97,8 @@ class Contraction(Rule):
 class Attention(Contraction):
     """softmax(s q k^T + m) v, head by head.
 
-    Constant: a value channel that is the same for every token passes through, unless a mask comes in from outside: a
-    row that is masked throughout gives 0.
+    Constant: a value channel that is the same for every token passes through. Where a mask comes in from outside only 0
+    does, for a row that is masked throughout gives 0.
     Need: head h of q and k if any channel of v in it lives; of those not the d where q_d = 0, nor where k_d is the
     same for every token, for then the softmax cancels it; of the d where q_d is the same number c_d for every token one
     is enough, d0.
@@ -142,8 +142,9 @@ class Attention(Contraction):
             ctx.grid(op, values, outer=heads)
             ctx.labels.merge(heads, ctx.grid(op, values))
         op.memo.update(qk=qk, heads=heads, values=values)
-        passes = mask is None or _leaves_every_query_a_key(op)
-        value = keep_uniform(v.value, (len(v.shape) - 2,)) if passes else compact(out.value)
+        value = keep_uniform(v.value, (len(v.shape) - 2,))
+        if mask is not None and not _leaves_every_query_a_key(op):
+            value = torch.where(value == 0, value, torch.nan)
         if len(v.shape) > 2 and 1 < value.size(-3) < out.shape[-3]:
             value = value.repeat_interleave(out.shape[-3] // value.size(-3), -3)
         return Fact(out.shape, (values.reshape(*sizes, 1, -1).expand(out.shape),), value.expand(out.shape))

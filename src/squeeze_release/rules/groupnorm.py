@@ -49,7 +49,7 @@ class GroupNorm(OverPositions):
     Exact: a group that is left has the members it had. A group of constants is one only where centring it loses no
     digits.
     Keeps: parts of groups; everything where a function is called instead of an nn.GroupNorm, whose `num_groups` can be
-    set. One group is a layer norm over channels and positions: it goes as a whole or not at all.
+    set. A module with one group is a layer norm over channels and positions: see there.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:

@@ -74,6 +74,7 @@ class Statistics(Rule):
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, dim = op.given["x"], op.given["channel_dim"] % len(op.given["x"].shape)
+        summed = (dim, *(self._pin_positions(op, ctx, x) if op.given.get("positions") else ()))
         if any(len(varying(layer)) > 1 for layer in x.along(dim)):
             return self._each_head(op, ctx, x, dim)
         labels = contracted(op, ctx, x, dim)
@@ -81,14 +82,23 @@ class Statistics(Rule):
         c = uniform(x.value, dim)
         ctx.constants.setdefault(f"norm {op.module}", []).append(c)
         op.memo["labels"] = labels
-        layers = [*passed_on(x, (dim,)), *x.along(dim)] if labels is not None else passed_on(x, (dim,))
+        layers = [*passed_on(x, summed), *(x.along(dim) if labels is not None else ())]
         offset, *parts = (vector(numbers, x.shape, dim) for numbers in self.span(op, c))
         value = vector(self.constant(op, c), x.shape, dim)
         return Fact(x.shape, tuple(layers), value, span=Span(dim, offset, tuple(parts)))
 
     def norm(self, op: Op) -> Norm:
-        kind = "layer" if "layer_norm" in op.name else "rms"
-        return Norm(kind, op.given["channel_dim"], op.given["eps"], op.given.get("weight_offset", 0.0))
+        kind, given = "layer" if "layer_norm" in op.name else "rms", op.given
+        offset, positions = given.get("weight_offset", 0.0), given.get("positions", False)
+        return Norm(kind, given["channel_dim"], given["eps"], offset, positions)
+
+    def _pin_positions(self, op: Op, ctx: Analysis, x: Fact) -> tuple[int, ...]:
+        """What lies along positions enters the statistics too, and stays."""
+        positions = tuple(range(2, len(x.shape)))
+        for layer in x.layers:
+            if set(varying(layer)) & set(positions):
+                ctx.pin(layer, op, "enters the statistics of a norm over positions")
+        return positions
 
     def span(self, op: Op, c: Tensor) -> list[Tensor]:
         """What becomes of constants: an offset and the factors of what all channels share."""
@@ -138,6 +148,7 @@ class LayerNorm(Statistics):
     Known: a constant x_k = c gives y_k = b_k + g_k c / sigma - g_k mu / sigma, so two channels carry all of them.
     Absorb: count, mean and squared deviations of the constants that go (`CompensatedLayerNorm`).
     Exact: (m var_A + M2 + (m K / C) (mu_A - m_R)^2) / C is the variance over all C = m + K channels; nothing cancels.
+    A group norm with one group is the same with mu and sigma over positions too (`CompensatedGroupNorm`).
     """
 
     def span(self, op: Op, c: Tensor) -> list[Tensor]:
