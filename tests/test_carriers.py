@@ -372,3 +372,21 @@ def test_express_leaves_what_would_take_large_factors() -> None:
     have = torch.tensor([[1.0, 0.0], [1.0, 1e-9]], dtype=torch.float64)
     picked, _, left = express(wanted, have)
     assert len(picked) == 1 and float(left[1].norm()) > 0.1
+
+
+def rolled(dim: int) -> nn.Module:
+    net = Net(
+        lambda s, x: s.out(s.norm(s.lin(x)).roll(1, dim)),
+        lin=nn.Linear(4, 9),
+        norm=nn.LayerNorm(9),
+        out=nn.Linear(9, 3),
+    )
+    return dead(noisy(net).lin, 1, 3, 4, 6, 8) and net  # type: ignore[union-attr, arg-type, return-value]
+
+
+def test_constants_behind_a_layer_norm_pass_a_roll_over_positions() -> None:  # shifted windows
+    check(rolled(1), rand(3, 5, 4), golden={"lin.out_features": 6, "norm": sr.CompensatedLayerNorm})
+
+
+def test_constants_behind_a_layer_norm_do_not_pass_a_roll_over_channels() -> None:
+    check(rolled(-1), rand(3, 5, 4), golden={"lin.out_features": 9, "norm": nn.LayerNorm})
