@@ -449,3 +449,21 @@ def test_queries_of_a_single_token_are_no_constants_of_the_network() -> None:
     net = noisy(Attend())
     dead(net.q, 1, 2)  # of one head only: heads stay equally wide
     check(net, rand(2, 5, 8), golden={"k.out_features": 12})
+
+
+def rolled(dim: int) -> nn.Module:
+    net = Net(
+        lambda s, x: s.out(s.norm(s.lin(x)).roll(1, dim)),
+        lin=nn.Linear(4, 9),
+        norm=nn.LayerNorm(9),
+        out=nn.Linear(9, 3),
+    )
+    return dead(noisy(net).lin, 1, 3, 4, 6, 8) and net  # type: ignore[union-attr, arg-type, return-value]
+
+
+def test_constants_behind_a_layer_norm_pass_a_roll_over_positions() -> None:  # shifted windows
+    check(rolled(1), rand(3, 5, 4), golden={"lin.out_features": 6, "norm": sr.CompensatedLayerNorm})
+
+
+def test_constants_behind_a_layer_norm_do_not_pass_a_roll_over_channels() -> None:
+    check(rolled(-1), rand(3, 5, 4), golden={"lin.out_features": 9, "norm": nn.LayerNorm})

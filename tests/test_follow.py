@@ -248,3 +248,43 @@ def test_a_list_of_widths():
     unread(net[2], 1, 2, 7)
     small = check(net, rand(3, 4), golden={"0.out_features": 7, "1.sizes": [2, 5]}).model
     assert net[1].sizes == [4, 6] and small[1].sizes is not net[1].sizes
+
+
+class OneWidth(nn.Module):
+    """transformers: one `head_dim` for q, k and v, and the stream has another width by now."""
+
+    def __init__(self, dim: int = 12, heads: int = 3, v_dim: int | None = None) -> None:
+        super().__init__()
+        self.head_dim, self.v_dim = dim // heads, v_dim
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        v_shape = shape if self.v_dim is None else (*x.shape[:-1], -1, self.v_dim)
+        q, k, v = self.q(x).view(shape), self.k(x).view(shape), self.v(x).view(v_shape)
+        y = nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        return x + self.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+
+def attends(block: OneWidth) -> nn.Sequential:
+    """Two dimensions of every head of v are unread, one of q and k is dead; four channels of the stream are."""
+    net = noisy(nn.Sequential(nn.Linear(5, 12), block, nn.Linear(12, 2)))
+    unread(net[1].o, 0, 1, 4, 5, 8, 9)  # type: ignore[union-attr, arg-type]
+    dead(net[1].q, 2, 6, 10)  # type: ignore[union-attr, arg-type]
+    dead(net[1].k, 2, 6, 10)  # type: ignore[union-attr, arg-type]
+    with torch.no_grad():
+        for layer in (net[1].q, net[1].k):  # type: ignore[union-attr]
+            layer.bias[[2, 6, 10]] = 0
+    for reader in (net[1].q, net[1].k, net[1].v, net[2]):  # type: ignore[union-attr]
+        unread(reader, 3, 7, 8, 11)  # type: ignore[arg-type]
+    return net  # type: ignore[return-value]
+
+
+def test_code_that_gives_all_heads_one_width_does_not_tie_them_to_the_stream():
+    golden = {"0.out_features": 8, "1.head_dim": 3, "1.q.out_features": 9, "1.v.out_features": 9, "1.o.in_features": 9}
+    check(attends(OneWidth()), rand(2, 4, 5), golden=golden)
+
+
+def test_widths_of_heads_that_the_code_tells_apart_go_apart():
+    golden = {"0.out_features": 8, "1.head_dim": 3, "1.v_dim": 2, "1.q.out_features": 9, "1.v.out_features": 6}
+    check(attends(OneWidth(v_dim=4)), rand(2, 4, 5), golden=golden)
