@@ -45,7 +45,7 @@ def main() -> int:
     seconds = time.perf_counter() - started
     print(f"{dict(tally)} in {seconds:.0f} s")
     for failure in failures:
-        print(f"seed {failure['seed']}: {failure['kind']}: {failure['story']}\n    {failure['details'][:300]}")
+        print(f"seed {failure['seed']}: {failure['story']}\n    {failure['details'][:300]}")
     kinds = Counter(failure["kind"] for failure in failures)
     print(f"{len(failures)} failures {dict(kinds)}" if failures else "no wrong result")
     if wish.out:
@@ -63,6 +63,8 @@ def run(seeds: range, jobs: int) -> tuple[Counter[str], list[dict[str, Any]]]:
         for more, failed in pool.imap_unordered(work, ranges):
             tally += more
             failures += failed
+            for failure in failed:
+                print(f"\rseed {failure['seed']}: {failure['kind']}", file=sys.stderr)
             print(f"\r{tally['tried']}/{len(seeds)}, {len(failures)} failures ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return tally, sorted(failures, key=lambda failure: failure["seed"])
