@@ -75,7 +75,8 @@ def plant(model: nn.Module, call: Call, seed: int) -> Plants:
     generator = torch.Generator().manual_seed(seed)
     add_noise(model, generator)
     base = observe(model, call)
-    garden = Garden(model, base, generator, zero_read_norms=seed % 2 == 1)
+    masked = any("mask" in name for name in call[1])
+    garden = Garden(model, base, generator, zero_read_norms=seed % 2 == 1, masked=masked)
     seen = garden.grow(call)
     return garden.harvest(base, seen)
 
@@ -89,8 +90,11 @@ def _is_stack(module: nn.Module) -> bool:
 class Garden:
     """The plants of one model: what is zero now, by leaf or parameter, and the weights as they were."""
 
-    def __init__(self, model: nn.Module, base: Observation, generator: torch.Generator, zero_read_norms: bool) -> None:
+    def __init__(
+        self, model: nn.Module, base: Observation, generator: torch.Generator, zero_read_norms: bool, masked: bool
+    ) -> None:
         self.model, self.leaves, self.generator = model, {n: base.leaves[n] for n in base.live_out}, generator
+        self.masked = masked
         self.norms = {n for n in self.leaves if self.leaves[n].kind == "norm"}
         self.zeroed_norms = {n for n in self.norms if zero_read_norms or n in base.writer_norms}
         self.writer_norms = base.writer_norms
@@ -244,7 +248,8 @@ class Garden:
                 kind,
                 found.place(zero, by_head),
                 found.place(unread or {}, by_head),
-                bias_too="q" in zero,
+                # Under a mask a constant value is none: it is 0 where a row is masked throughout.
+                bias_too="q" in zero or (self.masked and "v" in zero),
                 with_=name if found.packed else "",
             )
             for by_head in ((False, True) if found.packed else (False,))
