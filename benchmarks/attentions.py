@@ -18,7 +18,8 @@ _V = r"v|v_proj|value|v_lin|to_v|wv"
 _PACKED = r"qkv|qkv_proj|Wqkv|c_attn|kv|kv_proj|to_qkv|qk|qv|attn_qkv"
 PROJECTION = re.compile(rf"^({_Q}|{_K}|{_V}|{_PACKED})$")
 _OUT = ("proj", "out_proj", "o_proj", "c_proj", "out_lin", "to_out", "wo", "o", "dense", "projection", "merge")
-_DIVIDES = re.compile(r"C\s*//\s*(self\.)?num_heads")
+# Code that takes the width of the stream for the width of all heads together.
+_DERIVES = re.compile(r"C\s*//\s*(self\.)?num_heads|(reshape|view)\(\s*B\w*,\s*[\w\-*\s]+,\s*C\s*\)")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 
 
@@ -103,7 +104,7 @@ def _attention(
     norms = [getattr(module, a, None) for a in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")]
     normed = any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)
     kv_heads = value_width // (width // heads)
-    derived = _DIVIDES.search(_code(type(module).forward)) is not None
+    derived = _DERIVES.search(_code(type(module).forward)) is not None
     return Attention(name, "leaves", heads, kv_heads, width, **parts, out=out, normed=normed, derived=derived)
 
 
@@ -112,3 +113,8 @@ def _code(function: Any) -> str:
     called = [function.__globals__.get(name) for name in function.__code__.co_names]
     functions = [function, *(f for f in called if isinstance(f, FunctionType) and "attention" in f.__name__)]
     return "".join(inspect.getsource(f) for f in functions)
+
+
+def is_rotary(model: nn.Module) -> bool:
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_buffers()]
+    return any(re.search("rope|rotary|inv_freq", name, re.IGNORECASE) for name in names)

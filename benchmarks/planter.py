@@ -23,7 +23,8 @@ import re
 from dataclasses import dataclass, field
 
 import torch
-from attentions import PROJECTION, Attention, find_attentions
+from attentions import PROJECTION, Attention, find_attentions, is_rotary
+from blocks import choose_blocks
 from noise import add_noise, scale_at_rest
 from observe import Call, Observation, observe
 from torch import Tensor, nn
@@ -32,9 +33,6 @@ SHARE = 0.25
 SMALLEST_WIDTH = 8
 ROUNDS = 10
 
-_LAST = re.compile(
-    r"(^|\.)(proj|fc2|conv_pwl|out_proj|o_proj|down_proj|c_proj|lin2|out_lin|pwconv2|wo|o|output\.dense|w2|w3|conv3)$"
-)
 _INNER = re.compile(
     r"(fc1|conv1|conv_pw|conv_dw|w1|w12|gate_proj|up_proj|intermediate\.dense|lin1|c_fc|wi|fc_in|pwconv1)$"
 )
@@ -81,12 +79,6 @@ def plant(model: nn.Module, call: Call, seed: int) -> Plants:
     return garden.harvest(base, seen)
 
 
-def _is_stack(module: nn.Module) -> bool:
-    """Made of blocks itself: a stage."""
-    lists = [list(m) for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
-    return any(type(m[0]) is type(m[-1]) and not type(m[0]).__module__.startswith("torch.nn.") for m in lists)
-
-
 class Garden:
     """The plants of one model: what is zero now, by leaf or parameter, and the weights as they were."""
 
@@ -109,7 +101,13 @@ class Garden:
         self.silent: set[str] = set()  # leaves whose dead rows have no bias either
         self.explicit: dict[str, Tensor] = {}
         self.chunks = self._chunks()
-        self.dead = {width: self.choose(width) for width in self._widths()}
+        self.attentions = find_attentions(model, self.leaves)
+        self.rotary = is_rotary(model)
+        # Where heads and stream are one width, both lose the same share or neither loses anything.
+        derived = [found for found in self.attentions if found.derived]
+        self.zeroed_norms |= self.norms if derived else set()  # carriers would make the stream wider than the heads
+        rigid = {found.width for found in derived if not self._has_free_dims(found)}
+        self.dead = {width: self.choose(width) for width in self._widths() - rigid}
         self.alive_before = {n for n in self.leaves if bool(base.live_out[n].any())}
         tokens = [p for n, p in self.original.items() if n in base.free_live and _TOKEN.search(n)]
         self.token_widths = {p.size(-1) for p in tokens if p.dim()}
@@ -117,7 +115,7 @@ class Garden:
         self._silence(self.token_widths, only_patches=True)
         self._plant_attention()
         self._plant_readers()
-        self._plant_blocks()
+        self.blocks = choose_blocks(model, self.leaves, generator)
 
     # ------------------------------------------------------------------------------------------------- which channels
 
@@ -175,6 +173,10 @@ class Garden:
             if mask is not None:
                 self.entries[name] = mask
 
+    def silence_values(self) -> None:
+        for group in self.groups:
+            group.bias_too |= group.kind in ("v", "head")
+
     def _shuffled(self, name: str, which: re.Pattern[str]) -> bool:
         return bool(_SHUFFLED.search(type(self.model).__name__) and which.search(name))
 
@@ -199,9 +201,7 @@ class Garden:
         return None
 
     def _plant_attention(self) -> None:
-        rotary = any(re.search("rope|rotary", name, re.I) for name, _ in self.model.named_modules())
-        rotary = rotary or any("inv_freq" in name for name, _ in self.model.named_buffers())
-        for number, found in enumerate(find_attentions(self.model, self.leaves)):
+        for number, found in enumerate(self.attentions):
             heads, kv_heads = found.heads, found.kv_heads
             if found.kind == "module":
                 self._plant_multihead(found)
@@ -218,7 +218,7 @@ class Garden:
                     self.groups.append(self._packed("head", found, {"v": rows}))
                 else:
                     self.columns[found.out] = columns
-            if rotary or found.normed or size < 8 or not found.v or not found.k:
+            if not self._has_free_dims(found) or (found.derived and found.width not in self.dead):
                 continue
             zero, partner = ("q", "k") if number % 2 else ("k", "q")
             dims = self._head_dims(kv_heads, size)
@@ -227,6 +227,11 @@ class Garden:
             self.groups.append(self._packed("v", found, {"v": self._head_dims(kv_heads, size)}, name=name))
             qk = self._packed("qk", found, {zero: both[zero]}, {partner: both[partner]}, name=name)
             self.groups.append(qk)
+
+    def _has_free_dims(self, found: Attention) -> bool:
+        """Whether single dimensions of heads can go: a rotation or a norm over them ties them together."""
+        size = found.width // found.heads
+        return bool(size >= 8 and not size % 4 and found.k and found.v and not self.rotary and not found.normed)
 
     def _head_dims(self, heads: int, size: int, like: Tensor | None = None) -> Tensor:
         if like is not None:
@@ -272,28 +277,12 @@ class Garden:
             self.explicit[f"{found.name}.in_proj_bias"] = mine.repeat(3)
 
     def _plant_readers(self) -> None:
-        outs = {found.out for found in find_attentions(self.model, self.leaves)}
+        outs = {found.out for found in self.attentions}
         for name, leaf in self.leaves.items():
             inputs = leaf.inputs if leaf.kind == "affine" else 0
             chosen = float(torch.rand((), generator=self.generator)) < 0.5
             if inputs >= SMALLEST_WIDTH and name not in outs and chosen and not self._shuffled(name, _SHUFFLED_READERS):
                 self.columns[name] = self.choose(inputs, SHARE / 2) & ~self.dead.get(inputs, torch.zeros(inputs).bool())
-
-    def _plant_blocks(self) -> None:
-        for prefix, group in self.model.named_modules():
-            children = [(f"{prefix}.{n}" if prefix else n, c) for n, c in group.named_children()]
-            if not isinstance(group, nn.ModuleList | nn.Sequential) or len(children) < 3:
-                continue
-            if self._shuffled(prefix, re.compile("stage")):  # half of a shuffled stream cannot go without the other
-                continue
-            alike = [n for n, c in children[1:] if type(c) is type(children[-1][1]) and not _is_stack(c)]
-            if not alike or type(children[-1][1]).__module__.startswith("torch.nn."):
-                continue
-            block = alike[int(torch.randint(len(alike), (), generator=self.generator))]
-            inside = [n for n in self.leaves if n.startswith(f"{block}.") and self.leaves[n].kind == "affine"]
-            last = [n for n in inside if _LAST.search(n)] or inside[-1:]
-            if last:
-                self.blocks[block] = last
 
     # ----------------------------------------------------------------------------------------------- apply and undo
 
@@ -403,7 +392,7 @@ class Garden:
         alive = [name for name, rows in self.rows.items() if bool(rows.any())]
         kinds = {"inner" if _INNER.search(name) else "stream" for name in alive}
         kinds |= {group.kind for group in self.groups}
-        outs = {found.out for found in find_attentions(self.model, self.leaves)}
+        outs = {found.out for found in self.attentions}
         kinds |= {"head" if name in outs else "read" for name, columns in self.columns.items() if bool(columns.any())}
         kinds |= {"head"} if self.explicit else set()
         kinds |= {"block"} if self.blocks else set()

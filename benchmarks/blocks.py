@@ -1,0 +1,37 @@
+"""Whole blocks to kill: residual branches whose last layer becomes 0."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from leaves import Leaf
+from torch import nn
+
+_LAST = re.compile(
+    r"(^|\.)(proj|fc2|conv_pwl|out_proj|o_proj|down_proj|c_proj|lin2|out_lin|pwconv2|wo|o|output\.dense|w2|w3|conv3)$"
+)
+
+
+def choose_blocks(model: nn.Module, leaves: dict[str, Leaf], generator: torch.Generator) -> dict[str, list[str]]:
+    """One of every stack of at least three alike: its name, and the last layers of its branches."""
+    chosen: dict[str, list[str]] = {}
+    for prefix, group in model.named_modules():
+        children = [(f"{prefix}.{n}" if prefix else n, c) for n, c in group.named_children()]
+        if not isinstance(group, nn.ModuleList | nn.Sequential) or len(children) < 3:
+            continue
+        alike = [n for n, c in children[1:] if type(c) is type(children[-1][1]) and not _is_stack(c)]
+        if not alike or type(children[-1][1]).__module__.startswith("torch.nn."):
+            continue
+        block = alike[int(torch.randint(len(alike), (), generator=generator))]
+        inside = [n for n in leaves if n.startswith(f"{block}.") and leaves[n].kind == "affine"]
+        last = [n for n in inside if _LAST.search(n)] or inside[-1:]
+        if last:
+            chosen[block] = last
+    return chosen
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Made of blocks itself: a stage."""
+    lists = [list(m) for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
+    return any(type(m[0]) is type(m[-1]) and not type(m[0]).__module__.startswith("torch.nn.") for m in lists)
