@@ -250,7 +250,7 @@ def test_a_list_of_widths():
     assert net[1].sizes == [4, 6] and small[1].sizes is not net[1].sizes
 
 
-class OneWidth(nn.Module):
+class OneHeadDim(nn.Module):
     """transformers: one `head_dim` for q, k and v, and the stream has another width by now."""
 
     def __init__(self, dim: int = 12, heads: int = 3, v_dim: int | None = None) -> None:
@@ -266,7 +266,7 @@ class OneWidth(nn.Module):
         return x + self.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
 
 
-def attends(block: OneWidth) -> nn.Sequential:
+def attends(block: OneHeadDim) -> nn.Sequential:
     """Two dimensions of every head of v are unread, one of q and k is dead; four channels of the stream are."""
     net = noisy(nn.Sequential(nn.Linear(5, 12), block, nn.Linear(12, 2)))
     unread(net[1].o, 0, 1, 4, 5, 8, 9)  # type: ignore[union-attr, arg-type]
@@ -282,9 +282,9 @@ def attends(block: OneWidth) -> nn.Sequential:
 
 def test_code_that_gives_all_heads_one_width_does_not_tie_them_to_the_stream():
     golden = {"0.out_features": 8, "1.head_dim": 3, "1.q.out_features": 9, "1.v.out_features": 9, "1.o.in_features": 9}
-    check(attends(OneWidth()), rand(2, 4, 5), golden=golden)
+    check(attends(OneHeadDim()), rand(2, 4, 5), golden=golden)
 
 
 def test_widths_of_heads_that_the_code_tells_apart_go_apart():
     golden = {"0.out_features": 8, "1.head_dim": 3, "1.v_dim": 2, "1.q.out_features": 9, "1.v.out_features": 6}
-    check(attends(OneWidth(v_dim=4)), rand(2, 4, 5), golden=golden)
+    check(attends(OneHeadDim(v_dim=4)), rand(2, 4, 5), golden=golden)

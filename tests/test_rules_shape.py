@@ -362,3 +362,17 @@ def test_channels_that_are_repeated_go_together(code):
     dead(net.lin, 1)
     unread(net.out, 4)  # one of the two copies of its channel: stays
     check(net, rand(2, 4), golden={"lin.out_features": 5, "out.in_features": 10})
+
+
+def test_an_empty_slice_of_heads_in_a_concat():
+    """timm's rotary attention without prefix tokens."""
+
+    def run(s, x):
+        heads = s.fc(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+        return s.out(torch.cat([heads[:, :, :0], heads * 2], 2).transpose(1, 2).flatten(2))
+
+    net = noisy(Net(run, fc=nn.Linear(8, 12), out=nn.Linear(12, 3)))
+    dead(net.fc, 4, 5, 6, 7)
+    check(net, rand(2, 5, 8), golden={"fc.out_features": 8, "out.in_features": 8})
+    unread(net.out, 0, 1)  # two of one head: the others stay as wide
+    check(net, rand(2, 5, 8), golden={"fc.out_features": 8})

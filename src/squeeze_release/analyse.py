@@ -357,7 +357,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 def widths(fact: Fact, live: Live) -> tuple[int, ...]:
     """The shape that a tensor has once the dead channels are gone."""
     shape = list(fact.shape)
-    for layer in fact.layers:
+    for layer in fact.layers if 0 not in fact.shape else ():  # labels of nothing say nothing
         dims = varying(layer)
         alive = live[
             layer.permute(*dims, *[d for d in range(layer.dim()) if d not in dims]).reshape(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from .analyse import Analysis
+from .analyse import Analysis, rule_of
 from .blocks import within
 from .facts import Fact, compact
 from .labels import Grid
+from .rules.shape import Move, Pieces
 
 _ENOUGH = 3  # modules of a class that do not follow, to think the same of all of them
 
@@ -66,10 +67,9 @@ def _tie_more(ctx: Analysis, module: str) -> bool:
     """Tie widths of a module; of all of its class if it is not the first of them, for their code is the same."""
     kind = type(ctx.model.get_submodule(module))
     alike = [path for path, other in ctx.model.named_modules() if type(other) is kind]
-    several = any(ctx.tied.get(path) for path in alike if path != module) and not kind.__module__.startswith(
-        "torch.nn."
-    )
-    level = ctx.tied.get(module, 0)
+    others = max((ctx.tied.get(path, 0) for path in alike if path != module), default=0)
+    several = others > 0 and not kind.__module__.startswith("torch.nn.")
+    level = max(ctx.tied.get(module, 0), others - 1) if several else ctx.tied.get(module, 0)
     while level < len(_TIES):
         level, before = level + 1, list(ctx.grids)
         if any([tie(ctx, path, level) for path in (alike if several else [module])]):
@@ -102,10 +102,21 @@ def _tie_heads(ctx: Analysis, module: str) -> bool:
     return tied
 
 
-def _tie_widths(ctx: Analysis, module: str) -> bool:
-    """Code such as `B, N, C = x.shape; ...; y.reshape(B, N, C)` takes two widths for one: equally many go of both."""
+def _tie_laid_out(ctx: Analysis, module: str) -> bool:
+    """Code such as `q, k, v = y.split(self.sizes)` in a loop takes widths that it lays out itself for one."""
+    own = [op for op in ctx.ops if op.module == module and isinstance(rule_of(op), (Move, Pieces))]
+    return _tie_widths(ctx, module, (fact for op in own for fact in op.outputs()))
+
+
+def _tie_all(ctx: Analysis, module: str) -> bool:
+    """Code such as `B, N, C = x.shape; ...; y.reshape(B, N, C)` takes the width of what comes in for another."""
+    return _tie_widths(ctx, module, _around(ctx, module))
+
+
+def _tie_widths(ctx: Analysis, module: str, facts: Iterable[Fact]) -> bool:
+    """Of widths that were equal, equally many go."""
     widths: dict[int, dict[tuple[int, ...], Tensor]] = {}
-    for fact in _around(ctx, module):
+    for fact in facts:
         for layer in fact.layers if fact.source != "param" else ():
             labels = compact(layer).reshape(-1)
             widths.setdefault(len(labels), {}).setdefault(tuple(ctx.labels.find(labels).tolist()), labels)
@@ -122,7 +133,7 @@ def _tie_widths(ctx: Analysis, module: str) -> bool:
     return tied
 
 
-_TIES = (_tie_heads, _tie_widths)
+_TIES = (_tie_heads, _tie_laid_out, _tie_all)
 
 
 def _callers(ctx: Analysis, module: str) -> list[str]:

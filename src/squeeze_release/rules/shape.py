@@ -345,7 +345,7 @@ class Pad(Rule):
 def register(op: Op, ctx: Analysis, layer: Tensor, *, reordered: bool = False) -> None:
     """Ask that what stays of a layer with several dimensions is rectangular."""
     dims = varying(layer)
-    if len(dims) < 2:
+    if len(dims) < 2 or not layer.numel():  # an empty slice lays out nothing
         return
     table = compact(layer)
     table = table.reshape([layer.size(d) for d in dims])
