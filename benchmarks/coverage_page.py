@@ -17,8 +17,8 @@ One model of every timm family, of every torchvision family, and small transform
 dead units were planted at random by a script that knows nothing of the analysis (`benchmarks/planter.py`): channels of
 inner layers and of whole residual streams, inputs that nobody reads, attention heads, the same v and qk dimensions of
 every head, and whole blocks. *Planted* is the number of parameters that belong to them, *removed* the share of these
-that is gone after `sr.squeeze(model, inputs)`. *Error* is the largest relative difference of any output between old and
-new, in float64, on inputs and a batch size that the library did not see.
+that is gone after `sr.squeeze(model, inputs)`. *Error* is the largest difference of any output between old and new,
+relative to how much that output varies, in float64, on inputs and a batch size that the library did not see.
 
 {summary}
 """

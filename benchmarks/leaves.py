@@ -31,13 +31,12 @@ class Leaf:
 
     @property
     def outputs(self) -> int:
-        if isinstance(self.module, nn.MultiheadAttention):
-            return self.module.embed_dim
         return 0 if self.kind == "recurrent" else self.weight.size(self.rows)
 
     @property
     def weight(self) -> Tensor:
-        return self.module.weight  # type: ignore[return-value]
+        owner = self.module.out_proj if isinstance(self.module, nn.MultiheadAttention) else self.module
+        return owner.weight  # type: ignore[return-value]
 
     @property
     def groups(self) -> int:

@@ -34,6 +34,9 @@ def add_noise(model: nn.Module, generator: torch.Generator) -> None:
         elif constant and is_parameter:
             fan_in = max(tensor[0].numel(), 1)
             normal(tensor, fan_in**-0.5 if tensor.numel() > fan_in else 0.2)
+        elif tensor.dim() >= 2 and is_parameter and own == "weight":
+            gain = float(tensor.std()) * tensor[0].numel() ** 0.5
+            tensor.mul_(1 / gain if gain < 0.5 else 1.0)  # else the output is little more than its bias
 
 
 def scale_at_rest(model: nn.Module, parameter: str) -> float:

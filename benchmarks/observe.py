@@ -24,27 +24,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from leaves import Leaf, leaves
+from precision import Float64
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from watch import Watch
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-_LOW = (torch.float32, torch.float16, torch.bfloat16)
 _SAME, _ZERO = 1e-9, 1e-12
-
-
-class Float64(TorchFunctionMode):
-    """Casts to lower precision are lifted: transformers computes some norms and softmaxes in float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (Tensor.float, Tensor.half, Tensor.bfloat16) and args[0].dtype is torch.float64:
-            return args[0]
-        args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _LOW else a for a in args)
-        if kwargs.get("dtype") in _LOW:
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
 
 
 _SATURATING = {
@@ -54,9 +41,21 @@ _SATURATING = {
 
 
 class _Smooth(Float64):
+    """No activation saturates; and layers that only lend their weight to F.linear are called like all others."""
+
+    def __init__(self, lent: dict[int, Callable[..., Any]] | None = None) -> None:
+        super().__init__()
+        self.lent = lent or {}
+        self.used: set[int] = set()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SATURATING:
             return args[0] if args else (kwargs or {})["input"]
+        if func is F.linear:
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+            self.used.add(id(given["weight"]))
+            if id(given["weight"]) in self.lent:
+                return self.lent[id(given["weight"])](given["input"], given["weight"], given.get("bias"))
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -70,6 +69,7 @@ class Observation:
     dead_in: dict[str, Tensor] = field(default_factory=dict)
     free_live: dict[str, Tensor] = field(default_factory=dict)
     writer_norms: set[str] = field(default_factory=set)
+    lent: set[str] = field(default_factory=set)  # layers that are not called: someone else hands on their weight
 
     def masks(self) -> dict[str, Tensor]:
         """Parameter -> its entries that belong to dead channels."""
@@ -121,13 +121,18 @@ def observe(model: nn.Module, call: Call, writer_norms: set[str] | None = None) 
 def _observe(model: nn.Module, call: Call, writer_norms: set[str] | None) -> Observation:
     seen = Observation(leaves(model), writer_norms=writer_norms or set())
     calls = {name: _Calls() for name in seen.leaves}
-    _run_as_it_is(model, call, seen, calls)
+    used = _run_as_it_is(model, call, seen, calls)
+    silent = [leaf for name, leaf in seen.leaves.items() if leaf.kind == "affine" and not calls[name].constant_in]
+    seen.lent = {leaf.name for leaf in silent if id(leaf.weight) in used}
+    if seen.lent:
+        calls = {name: _Calls() for name in seen.leaves}
+        _run_as_it_is(model, call, seen, calls)
     calls = {name: c for name, c in calls.items() if c.constant_in}
     for name, c in calls.items():
         seen.constant_in[name] = torch.stack(c.constant_in).all(0)
     outputs, free = _run_cut(model, call, seen, calls)
     if writer_norms is None:
-        seen.writer_norms = _writer_norms(seen, calls, outputs)
+        seen.writer_norms = _writer_norms(seen, calls, outputs) | _nonlinear_norms(model, call, seen, calls)
     _settle(seen, calls, outputs, free)
     _run_cut(model, call, seen, calls, again=True)
     for name, c in calls.items():
@@ -145,7 +150,7 @@ def _unchanged(a: Tensor, b: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _run_as_it_is(model: nn.Module, call: Call, seen: Observation, calls: dict[str, _Calls]) -> None:
+def _run_as_it_is(model: nn.Module, call: Call, seen: Observation, calls: dict[str, _Calls]) -> set[int]:
     def hook(leaf: Leaf) -> Callable[..., Any]:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             mine = calls[leaf.name]
@@ -165,13 +170,21 @@ def _run_as_it_is(model: nn.Module, call: Call, seen: Observation, calls: dict[s
 
         return look
 
+    def lend(leaf: Leaf) -> Callable[..., Any]:
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+            return hook(leaf)(leaf.module, (x,), {}, F.linear(x, weight, bias))
+
+        return linear
+
     with ExitStack() as stack:
         for leaf in seen.leaves.values():
             stack.callback(leaf.module.register_forward_hook(hook(leaf), with_kwargs=True).remove)
-        stack.enter_context(_Smooth())
+        lent = [seen.leaves[name] for name in seen.lent]
+        mode = stack.enter_context(_Smooth({id(leaf.weight): lend(leaf) for leaf in lent}))
         for tensor in tensors(model(*call[0], **call[1])):
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise FloatingPointError("the model computes NaN or infinity")
+    return mode.used
 
 
 def _one_group(module: nn.Module) -> bool:
@@ -210,13 +223,9 @@ def _run_cut(
     free = {name: p for name, p in model.named_parameters() if name not in owned and p.is_floating_point()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in free)
-    with (
-        _patched(
-            {seen.leaves[name].module: cut(seen.leaves[name], seen.leaves[name].module.forward) for name in calls}
-        ),
-        _Smooth(),
-        torch.enable_grad(),
-    ):
+    forwards = {leaf.module: cut(leaf, leaf.module.forward) for name, leaf in seen.leaves.items() if name in calls}
+    lent = {id(leaf.weight): forwards[leaf.module] for name, leaf in seen.leaves.items() if name in seen.lent}
+    with _patched(forwards), _Smooth(lent), torch.enable_grad():
         outputs = [t for t in tensors(model(*call[0], **call[1])) if t.requires_grad]
     return sum((_summed(t, 0, f"output {i}").sum() for i, t in enumerate(outputs)), torch.zeros(())), free
 
@@ -234,13 +243,39 @@ def _patched(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
 
 def _writer_norms(seen: Observation, calls: dict[str, _Calls], outputs: Tensor) -> set[str]:
     """Norms whose output reaches a norm, a depthwise convolution or an output of the model with no layer between."""
-    kinds = ("norm", "channelwise", "attention", "recurrent")
+    kinds = ("norm", "channelwise")
     loss = outputs + sum(y.sum() for name, c in calls.items() if seen.leaves[name].kind in kinds for y in c.read)
     norms = [(name, made) for name, c in calls.items() if seen.leaves[name].kind == "norm" for made in c.made]
     if not norms or not loss.requires_grad:
         return set()
     grads = torch.autograd.grad(loss, [made for _, made in norms], retain_graph=True, allow_unused=True)
     return {name for (name, _), grad in zip(norms, grads, strict=True) if grad is not None and bool(grad.any())}
+
+
+@torch.no_grad()
+def _nonlinear_norms(model: nn.Module, call: Call, seen: Observation, calls: dict[str, _Calls]) -> set[str]:
+    """Norms that are read through an activation, a product or another function that is not linear."""
+    watch = Watch({id(seen.leaves[name].weight) for name in seen.lent})
+    count = dict.fromkeys(calls, 0)
+
+    def cut(leaf: Leaf, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            number = count[leaf.name]
+            count[leaf.name] += 1
+            if leaf.kind in ("attention", "recurrent"):
+                with torch._C.DisableTorchFunction():
+                    return original(*args, **kwargs)
+            made = _noise(calls[leaf.name].shape_out[number], f"{leaf.name} {number}")
+            if leaf.kind == "norm":
+                watch.follow(made, frozenset({leaf.name}))
+            return made
+
+        return forward
+
+    forwards = {leaf.module: cut(leaf, leaf.module.forward) for n, leaf in seen.leaves.items() if n in calls}
+    with _patched(forwards), watch:
+        model(*call[0], **call[1])
+    return watch.found
 
 
 def _settle(seen: Observation, calls: dict[str, _Calls], outputs: Tensor, free: dict[str, Tensor]) -> None:

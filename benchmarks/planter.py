@@ -91,8 +91,6 @@ class Garden:
 
     def __init__(self, model: nn.Module, base: Observation, generator: torch.Generator, zero_read_norms: bool) -> None:
         self.model, self.leaves, self.generator = model, {n: base.leaves[n] for n in base.live_out}, generator
-        # Layers that are not called: their parent hands their weights to a function.
-        self.glue = {n: leaf for n, leaf in base.leaves.items() if n not in self.leaves and leaf.kind == "affine"}
         self.norms = {n for n in self.leaves if self.leaves[n].kind == "norm"}
         self.zeroed_norms = {n for n in self.norms if zero_read_norms or n in base.writer_norms}
         self.writer_norms = base.writer_norms
@@ -155,7 +153,7 @@ class Garden:
     def _plant_channels(self, base: Observation) -> None:
         for name, leaf in self.leaves.items():
             own = name.rpartition(".")[2]
-            if leaf.kind in ("affine", "channelwise", "table") and leaf.weight.dim() > 1:
+            if leaf.kind in ("affine", "channelwise", "table", "attention") and leaf.weight.dim() > 1:
                 if (
                     not PROJECTION.match(own)
                     and leaf.outputs in self.dead
@@ -165,8 +163,7 @@ class Garden:
             elif name in self.zeroed_norms and leaf.outputs in self.dead:
                 self.scales[name] = self.dead[leaf.outputs].clone()
         for name in base.free_live:
-            mask = self._of_glue(name) if name.rpartition(".")[0] in self.glue else None
-            mask = self._along_width(self.original[name], name) if name.rpartition(".")[0] not in self.glue else mask
+            mask = self._along_width(self.original[name], name)
             if mask is not None:
                 self.entries[name] = mask
         for name, buffer in self.buffers.items():
@@ -185,13 +182,6 @@ class Garden:
             if leaf.kind != "norm" and leaf.outputs in widths and (patches or not only_patches):
                 self.silent.add(name)
         return len(self.silent) > before
-
-    def _of_glue(self, name: str) -> Tensor | None:
-        """Dead rows of a layer that only lends its weight."""
-        leaf, own = self.glue[name.rpartition(".")[0]], name.split(".")[-2]
-        if not name.endswith("weight") or PROJECTION.match(own) or leaf.outputs not in self.dead:
-            return None
-        return self.dead[leaf.outputs][:, None].expand(leaf.weight.shape).clone() if leaf.weight.dim() == 2 else None
 
     def _along_width(self, tensor: Tensor, name: str = "") -> Tensor | None:
         """Entries of a position or class embedding that belong to dead channels."""
@@ -213,7 +203,7 @@ class Garden:
                 self._plant_multihead(found)
                 continue
             size = found.width // heads
-            if found.out and kv_heads > 1:
+            if found.out and kv_heads > 1 and not found.derived:  # else a head less would make the others wider
                 head = int(torch.randint(kv_heads, (), generator=self.generator))
                 share = heads // kv_heads * size
                 columns = torch.zeros(found.width, dtype=torch.bool)
@@ -233,11 +223,6 @@ class Garden:
             self.groups.append(self._packed("v", found, {"v": self._head_dims(kv_heads, size)}, name=name))
             qk = self._packed("qk", found, {zero: both[zero]}, {partner: both[partner]}, name=name)
             self.groups.append(qk)
-
-        for found in find_attentions(self.model, self.glue):
-            if found.kind != "module" and f"{found.out}.weight" in self.entries and found.heads > 1:
-                size, head = found.width // found.heads, int(torch.randint(found.heads, (), generator=self.generator))
-                self.entries[f"{found.out}.weight"][:, head * size : (head + 1) * size] = True
 
     def _head_dims(self, heads: int, size: int, like: Tensor | None = None) -> Tensor:
         if like is not None:
@@ -293,6 +278,8 @@ class Garden:
         for prefix, group in self.model.named_modules():
             children = [(f"{prefix}.{n}" if prefix else n, c) for n, c in group.named_children()]
             if not isinstance(group, nn.ModuleList | nn.Sequential) or len(children) < 3:
+                continue
+            if self._shuffled(prefix, re.compile("stage")):  # half of a shuffled stream cannot go without the other
                 continue
             alike = [n for n, c in children[1:] if type(c) is type(children[-1][1]) and not _is_stack(c)]
             if not alike or type(children[-1][1]).__module__.startswith("torch.nn."):

@@ -79,7 +79,7 @@ _TIMM: dict[str, tuple[str, int, dict[str, Any]]] = {  # family -> model, input 
     "inception_next": ("inception_next_atto", 64, {}),
     "inception_resnet_v2": ("inception_resnet_v2", 96, {}),
     "inception_v3": ("inception_v3", 96, {}),
-    "inception_v4": ("inception_v4", 96, {}),
+    "inception_v4": ("inception_v4", 155, {}),
     "lcnetv2": ("lcnetv2_small", 64, {}),
     "levit": ("levit_128s", 64, {"img_size": 64}),
     "lowformer": ("lowformer_b0", 64, {}),

@@ -120,6 +120,32 @@ def test_grouped_convolution_has_a_carrier_in_each_group() -> None:
     check(net, rand(1, 3, 8, 8), golden={"0.out_channels": 4, "1.weight": (6, 2, 3, 3)})
 
 
+def test_two_calls_carry_once() -> None:
+    net = padded()
+    dead(net[0], 1, 2, 5)
+    check(net, [rand(1, 3, 8, 8), rand(2, 3, 9, 7)], golden={"0.out_channels": 6})
+
+
+def test_a_convolution_called_twice_carries_once() -> None:
+    net = Net(
+        lambda s, x: s.out(y := s.conv(x)) + s.out(y.flip(-1)),
+        conv=nn.Conv2d(3, 6, 3),
+        out=nn.Conv2d(6, 5, 3, padding=1),
+    )
+    noisy(net)
+    dead(net.conv, 1, 2, 5)
+    check(net, rand(1, 3, 8, 8), golden={"conv.out_channels": 4})
+
+
+def test_a_convolution_called_on_other_constants_keeps_them() -> None:
+    net = Net(
+        lambda s, x: s.out(y := s.conv(x)) + s.out(y.tanh()), conv=nn.Conv2d(3, 6, 3), out=nn.Conv2d(6, 5, 3, padding=1)
+    )
+    noisy(net)
+    dead(net.conv, 1, 2, 5)
+    check(net, rand(1, 3, 8, 8), golden={"conv.out_channels": 6})
+
+
 # ---------------------------------------------------------------------------------------------------------- depthwise
 
 
@@ -135,6 +161,10 @@ def test_a_live_depthwise_filter_gathers_a_carrier() -> None:
     net = depthwise(1, 2, 5)
     small = check(net, rand(1, 3, 8, 8), golden={"0.out_channels": 6, "1.out_channels": 8}).model
     assert small[1].index.tolist().count(small[1].index[1].item()) == 3
+
+
+def test_a_live_depthwise_filter_gathers_a_carrier_in_two_calls() -> None:
+    check(depthwise(1, 2, 5), [rand(1, 3, 8, 8), rand(2, 3, 9, 7)], golden={"0.out_channels": 6, "1.out_channels": 8})
 
 
 def test_a_live_depthwise_filter_on_zero_is_its_bias() -> None:
@@ -374,19 +404,48 @@ def test_express_leaves_what_would_take_large_factors() -> None:
     assert len(picked) == 1 and float(left[1].norm()) > 0.1
 
 
-def rolled(dim: int) -> nn.Module:
-    net = Net(
-        lambda s, x: s.out(s.norm(s.lin(x)).roll(1, dim)),
-        lin=nn.Linear(4, 9),
-        norm=nn.LayerNorm(9),
-        out=nn.Linear(9, 3),
-    )
-    return dead(noisy(net).lin, 1, 3, 4, 6, 8) and net  # type: ignore[union-attr, arg-type, return-value]
+# ---------------------------------------------------------------------------------------------------- constant queries
 
 
-def test_constants_behind_a_layer_norm_pass_a_roll_over_positions() -> None:  # shifted windows
-    check(rolled(1), rand(3, 5, 4), golden={"lin.out_features": 6, "norm": sr.CompensatedLayerNorm})
+class Attend(nn.Module):
+    def __init__(self, code: str = "plain", heads: int = 2, size: int = 6) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, heads * size) for _ in range(4))
+        self.out = nn.Linear(heads * size, 8)
+        self.code, self.size, self.norm = code, size, nn.LayerNorm(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.q.out_features // 2)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
+        k = k.tanh() if self.code == "tanh" else k
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.code == "causal", scale=0.4)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
-def test_constants_behind_a_layer_norm_do_not_pass_a_roll_over_channels() -> None:
-    check(rolled(-1), rand(3, 5, 4), golden={"lin.out_features": 9, "norm": nn.LayerNorm})
+@pytest.mark.parametrize("code", ["plain", "causal"])
+def test_one_dimension_carries_the_constant_queries_of_a_head(code: str) -> None:
+    net = noisy(Attend(code))
+    dead(net.q, 1, 2, 4, 7, 9, 11)  # three of each head, whose bias stays
+    unread(net.out, 0, 1, 6, 7)  # as many of v, for one number of channels serves q, k and v
+    squeezed = check(net, rand(2, 5, 8), golden={"q.out_features": 8, "k.out_features": 8, "v.out_features": 8})
+    assert squeezed.report.carriers == 2
+
+
+def test_constant_queries_without_a_bias_need_no_carrier() -> None:
+    net = noisy(Attend())
+    dead(net.q, 1, 2, 7, 8, bias=0.0)
+    unread(net.out, 0, 1, 6, 7)
+    assert check(net, rand(2, 5, 8), golden={"k.out_features": 8}).report.carriers == 0
+
+
+def test_keys_that_are_no_rows_of_a_weight_are_not_added_up() -> None:
+    net = noisy(Attend("tanh"))
+    dead(net.q, 1, 2, 4, 7, 9, 11)
+    check(net, rand(2, 5, 8), golden={"k.out_features": 12})
+
+
+def test_queries_of_a_single_token_are_no_constants_of_the_network() -> None:
+    net = noisy(Attend())
+    dead(net.q, 1, 2)  # of one head only: heads stay equally wide
+    check(net, rand(2, 5, 8), golden={"k.out_features": 12})

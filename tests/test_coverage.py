@@ -6,7 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -209,8 +209,16 @@ def test_remaining_counts_entries_that_still_exist() -> None:
     small = nn.Linear(3, 2)
     masks = {"weight": torch.zeros(4, 3, dtype=torch.bool), "gone.weight": torch.ones(5, dtype=torch.bool)}
     masks["weight"][1:3] = True
-    left = coverage.remaining(masks, {"weight": {0: torch.tensor([0, 2])}}, small)
-    assert left == {"weight": 3}
+    report = SimpleNamespace(slices={"weight": {0: torch.tensor([0, 2])}}, group_columns={})
+    assert coverage.remaining(masks, report, small) == {"weight": 3}
+
+
+def test_remaining_follows_the_columns_of_every_group() -> None:
+    masks = {"weight": torch.zeros(4, 2, 3, 3, dtype=torch.bool)}
+    masks["weight"][:2, 0] = masks["weight"][2:, 1] = True  # group 0 loses its column 0, group 1 its column 1
+    kept = torch.tensor([[1], [1], [1]])  # of rows 0, 1 and 3: of the last, what was planted stayed
+    report = SimpleNamespace(slices={"weight": {0: torch.tensor([0, 1, 3])}}, group_columns={"weight": kept})
+    assert coverage.remaining(masks, report, nn.Conv2d(2, 3, 3)) == {"weight": 9}
 
 
 # --------------------------------------------------------------------------------------------------------------- runner

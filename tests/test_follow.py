@@ -35,6 +35,19 @@ def test_a_width_that_is_only_subtracted_from_and_nothing_dead():
     check(partial(), rand(3, 4), golden={"0.out_features": 10, "1.partial": 4, "1.dim": 10})
 
 
+def test_a_width_that_is_only_subtracted_from_in_modules_of_several_sizes():
+    """One meaning for all: the attributes of four sizes are not tried one by one."""
+    sizes = [10, 11, 12, 13, 14, 15]
+    layers = [
+        layer for a, b in zip([4, *sizes], sizes, strict=False) for layer in (nn.Linear(a, b), Partial(b, b // 2 - 1))
+    ]
+    net = noisy(nn.Sequential(*layers, nn.Linear(15, 3)))
+    for i in range(2, len(net), 2):
+        unread(net[i], 1, 6, 7)
+    golden = {f"{2 * i + 1}.dim": size - 3 for i, size in enumerate(sizes)}
+    check(net, rand(3, 4), golden=golden)
+
+
 class Scale(nn.Module):
     """timm's MetaFormer: the shape of a scale is an attribute."""
 
@@ -118,6 +131,52 @@ def test_widths_in_the_code_of_a_class_that_holds_itself():
     check(net, rand(3, 4), golden={"1.lin.out_features": 6, "1.inner.inner.lin.out_features": 6, "2.out_features": 6})
 
 
+class OneWidth(nn.Module):
+    """timm's BEiT and others: the width of the input is taken for that of all heads together."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.qkv, self.proj = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, width // self.num_heads).permute(2, 0, 3, 1, 4)
+        y = ((q * 0.3) @ k.transpose(-2, -1)).softmax(-1) @ v
+        return self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
+
+
+def one_width(*channels: int, heads: tuple[int, ...] = ()) -> nn.Module:
+    net = Net(
+        lambda s, x: s.out(s.attn(y := s.stem(x)) + y),
+        stem=nn.Linear(4, 16),
+        attn=OneWidth(16, 4),
+        out=nn.Linear(16, 3),
+    )
+    noisy(net)
+    for channel in channels:
+        dead(net.stem, channel, bias=0.0)
+        dead(net.attn.proj, channel, bias=0.0)
+    for head in heads:
+        unread(net.attn.proj, *range(4 * head, 4 * head + 4))
+    return net
+
+
+def test_widths_that_the_code_takes_for_one_shrink_together():
+    net = one_width(0, 5, 6, 11, heads=(2,))
+    golden = {"stem.out_features": 12, "attn.qkv.weight": (36, 12), "attn.num_heads": 3, "out.in_features": 12}
+    check(net, rand(2, 5, 4), golden=golden)
+
+
+def test_the_smaller_loss_counts_where_the_code_takes_two_widths_for_one():
+    net = one_width(0, 5, 6, 11, 12, 15, heads=(2,))
+    check(net, rand(2, 5, 4), golden={"stem.out_features": 12, "attn.num_heads": 3})
+
+
+def test_widths_that_the_code_takes_for_one_stay_if_one_of_them_stays():
+    check(one_width(0, 5, 6, 11), rand(2, 5, 4), golden={"stem.out_features": 16, "attn.num_heads": 4})
+    check(one_width(heads=(2,)), rand(2, 5, 4), golden={"stem.out_features": 16, "attn.num_heads": 4})
+
+
 class Strided(nn.Module):
     """Hiera: a stride that has the value of the heads in one stage, and not in the next."""
 
@@ -191,7 +250,7 @@ def test_a_list_of_widths():
     assert net[1].sizes == [4, 6] and small[1].sizes is not net[1].sizes
 
 
-class OneWidth(nn.Module):
+class OneHeadDim(nn.Module):
     """transformers: one `head_dim` for q, k and v, and the stream has another width by now."""
 
     def __init__(self, dim: int = 12, heads: int = 3, v_dim: int | None = None) -> None:
@@ -207,7 +266,7 @@ class OneWidth(nn.Module):
         return x + self.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
 
 
-def attends(block: OneWidth) -> nn.Sequential:
+def attends(block: OneHeadDim) -> nn.Sequential:
     """Two dimensions of every head of v are unread, one of q and k is dead; four channels of the stream are."""
     net = noisy(nn.Sequential(nn.Linear(5, 12), block, nn.Linear(12, 2)))
     unread(net[1].o, 0, 1, 4, 5, 8, 9)  # type: ignore[union-attr, arg-type]
@@ -223,9 +282,9 @@ def attends(block: OneWidth) -> nn.Sequential:
 
 def test_code_that_gives_all_heads_one_width_does_not_tie_them_to_the_stream():
     golden = {"0.out_features": 8, "1.head_dim": 3, "1.q.out_features": 9, "1.v.out_features": 9, "1.o.in_features": 9}
-    check(attends(OneWidth()), rand(2, 4, 5), golden=golden)
+    check(attends(OneHeadDim()), rand(2, 4, 5), golden=golden)
 
 
 def test_widths_of_heads_that_the_code_tells_apart_go_apart():
     golden = {"0.out_features": 8, "1.head_dim": 3, "1.v_dim": 2, "1.q.out_features": 9, "1.v.out_features": 6}
-    check(attends(OneWidth(v_dim=4)), rand(2, 4, 5), golden=golden)
+    check(attends(OneHeadDim(v_dim=4)), rand(2, 4, 5), golden=golden)

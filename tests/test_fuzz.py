@@ -7,9 +7,10 @@ from collections.abc import Callable
 import networks as nets
 import pytest
 import torch
-from fuzz import attack
+from attack import attack
 from hypothesis import HealthCheck, given, settings
-from networks import Case, cases
+from networks import Case
+from networks.strategy import cases
 from torch import Tensor, nn
 
 import squeeze_release as sr
@@ -98,6 +99,21 @@ def two_gates_on_a_model_input() -> Case:
     return found
 
 
+def unread_norm(norm: nn.Module) -> Case:
+    """The head is constant, so nobody reads the norm; it has no weights to go, and runs on the narrowed stream."""
+    model = nn.Sequential(nn.Embedding(6, 5), norm, nn.Linear(5, 2)).double()
+    zero(model[2])
+    return Case(model, torch.randint(6, (2, 3)), "once wrong")
+
+
+def unread_layer_norm_without_weights() -> Case:
+    return unread_norm(nn.LayerNorm(5, elementwise_affine=False))
+
+
+def unread_rms_norm_without_weights() -> Case:
+    return unread_norm(nn.RMSNorm(5, elementwise_affine=False))
+
+
 FOUND: list[Callable[[], Case]] = [
     constant_function_after_batch_norm,
     class_token_and_a_constant_head,
@@ -107,6 +123,8 @@ FOUND: list[Callable[[], Case]] = [
     gate_whose_hidden_unit_fills_a_width,
     gate_with_one_live_hidden_unit,
     two_gates_on_a_model_input,
+    unread_layer_norm_without_weights,
+    unread_rms_norm_without_weights,
 ]
 
 

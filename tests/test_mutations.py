@@ -10,21 +10,52 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from check import TOLERANCE, assert_untouched, check, error, noisy
-from nets import Net, dead, rand, unread
-from networks import Attention, Branches, Multihead, Residual
+from check import TOLERANCE, assert_untouched, check, error
+from mutants import (
+    Network,
+    called_twice,
+    constant_block,
+    constant_queries,
+    constant_values,
+    dead_block,
+    depthwise,
+    depthwise_on_constants,
+    group_normed,
+    grouped_queries,
+    groups,
+    half_read,
+    hidden,
+    images,
+    meeting,
+    multihead,
+    narrow_heads,
+    normed,
+    padded,
+    positions,
+    rescaled,
+    rms_normed,
+    shuffled,
+    side_by_side,
+    sliced,
+    sums_to_zero,
+    two_norms,
+    unaligned,
+    unread_inputs,
+    zero_meets_x,
+)
 from torch import Tensor, nn
 
 import squeeze_release as sr
 from squeeze_release import blocks, follow, rewrite
 from squeeze_release.analyse import Analysis
+from squeeze_release.facts import Span
 from squeeze_release.labels import Grid, Live
-from squeeze_release.modules import CompensatedLayerNorm
+from squeeze_release.modules import CompensatedLayerNorm, CompensatedRMSNorm
 from squeeze_release.plan import Plan
-from squeeze_release.rules import affine, attention, elementwise, norm, pool, shape
+from squeeze_release.rules import affine, attention, carriers, elementwise, groupnorm, matmul, norm, pool, shape
+from squeeze_release.rules.carriers import Carried
 
 Patch = pytest.MonkeyPatch
-Network = tuple[nn.Module, Tensor]
 
 
 def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
@@ -37,168 +68,44 @@ def nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------- networks
-
-
-def hidden(act: type[nn.Module] = nn.Tanh) -> Network:
-    """Unit 1 is a constant, unit 4 is not read."""
-    net = noisy(nn.Sequential(nn.Linear(4, 6), act(), nn.Linear(6, 3)))
-    dead(net[0], 1)
-    unread(net[2], 4)
-    return net, rand(3, 4)
-
-
-def images(between: nn.Module, **how: Any) -> Network:
-    """Channel 1 is a constant; a convolution reads it."""
-    net = noisy(nn.Sequential(nn.Conv2d(3, 4, 1), between, nn.Conv2d(4, 2, 3, **how)))
-    dead(net[0], 1, bias=0.7)
-    return net, rand(2, 3, 7, 7)
-
-
-def normed(constants: tuple[int, ...] = (1, 2), unread_columns: tuple[int, ...] = (1, 2)) -> Network:
-    net = noisy(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)))
-    dead(net[0], *constants)
-    unread(net[2], *unread_columns)
-    return net, rand(3, 4)
-
-
-def narrow_heads(style: str) -> Network:
-    """Dimension 1 of the first head and 2 of the second: their queries are 0, and no one reads their values."""
-    net = noisy(Attention(6, 2, 4, style))
-    dead(net.q, 1, 6, bias=0.0)
-    unread(net.proj, 1, 6)
-    return net, rand(2, 5, 6)
-
-
-def constant_values(scores: Callable[[Tensor], Tensor]) -> Network:
-    """Written out: value channel 1 and key channel 2 are the same for every token."""
-    parts = {name: nn.Linear(6, 4) for name in ("q", "k", "v")}
-    net = noisy(
-        Net(lambda s, x: s.out(scores(s.q(x) @ s.k(x).transpose(-2, -1)) @ s.v(x)), **parts, out=nn.Linear(4, 3))
-    )
-    dead(net.v, 1)
-    dead(net.k, 2)
-    return net, rand(2, 5, 6)
-
-
-def meeting(code: Callable[..., Tensor], **parts: nn.Module) -> Network:
-    """Two layers of 6 units side by side; unit 1 of one and unit 2 of the other are constants."""
-    net = noisy(Net(code, one=nn.Linear(4, 6), two=nn.Linear(4, 6), out=nn.Linear(6, 3), **parts))
-    dead(net.one, 1)
-    dead(net.two, 2)
-    return net, rand(3, 4)
-
-
-def zero_meets_x() -> Network:
-    net, x = meeting(lambda s, x: s.out(s.one(x) + s.two(x)))
-    dead(net.one, 3, bias=0.0)
-    return net, x
-
-
-def sums_to_zero() -> Network:
-    net, x = hidden()
-    with torch.no_grad():
-        net[0].weight[2] = torch.tensor([1.0, -1.0, 0.5, -0.5])
-    return net, x
-
-
-def groups() -> Network:
-    """The first group does not read its first channel, the second group not its last: no column goes from both."""
-    net = noisy(nn.Sequential(nn.Conv2d(3, 6, 1), nn.Tanh(), nn.Conv2d(6, 4, 3, groups=2)))
-    with torch.no_grad():
-        net[2].weight[:2, 0] = 0
-        net[2].weight[2:, 2] = 0
-    return net, rand(2, 3, 7, 7)
-
-
-def half_read() -> Network:
-    """Units 4 and 5 are read by the last two rows only."""
-    net = noisy(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)))
-    with torch.no_grad():
-        net[2].weight[:2, 4:] = 0
-    return net, rand(3, 4)
-
-
-def unread_inputs() -> Network:
-    net = noisy(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
-    return unread(net[0], 0, 3) and net, rand(3, 6)
-
-
-def depthwise() -> Network:
-    """The stream keeps all its channels; the depthwise filters 0 and 3 are dead and nobody reads them."""
-    body = nn.Sequential(nn.Conv2d(5, 5, 3, padding=1, groups=5), nn.Conv2d(5, 5, 1))
-    net = noisy(nn.Sequential(nn.Conv2d(3, 5, 1), Residual(body), nn.Conv2d(5, 2, 1)))
-    dead(body[0], 0, 3)
-    unread(body[1], 0, 3)
-    return net, rand(2, 3, 7, 7)
-
-
-def dead_block() -> Network:
-    body = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5))
-    net = noisy(nn.Sequential(nn.Linear(4, 5), Residual(body), nn.Linear(5, 3)))
-    dead(body[2], *range(5))
-    return net, rand(3, 4)
-
-
-def constant_block() -> Network:
-    net = noisy(Net(lambda s, x: s.out(torch.cat([s.one(x), s.two(x)], -1)), one=nn.Linear(4, 4), two=nn.Linear(4, 3)))
-    net.out = nn.Sequential(nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3))
-    dead(net.two, *range(3))
-    return noisy(net), rand(3, 4)
-
-
-def side_by_side() -> Network:
-    net = noisy(nn.Sequential(Branches(nn.Linear(4, 3), nn.Linear(4, 3), -1), nn.Tanh(), nn.Linear(6, 3)))
-    return unread(net[2], 1) and net, rand(3, 4)
-
-
-def sliced() -> Network:
-    """Units 2 to 5 are cut out by fixed numbers; unit 0 is read by nobody, 6 and 7 by another layer."""
-    net = noisy(
-        Net(
-            lambda s, x: s.out(s.lin(x)[..., 2:6]) + s.all(s.lin(x)),
-            lin=nn.Linear(4, 8),
-            out=nn.Linear(4, 3),
-            all=nn.Linear(8, 3),
-        )
-    )
-    unread(net.all, 0)
-    return net, rand(3, 4)
-
-
-def positions() -> Network:
-    """Position embeddings for 8 tokens, 5 of which the example has."""
-    net = noisy(
-        Net(lambda s, x: s.out(x + s.pos[:, : x.shape[1]]), pos=nn.Parameter(rand(1, 8, 4)), out=nn.Linear(4, 3))
-    )
-    return net, rand(2, 5, 4)
-
-
-def called_twice() -> Network:
-    """One layer reads two others, whose unit 1 is constant at different numbers."""
-    net, x = meeting(lambda s, x: s.out(s.one(x)) + s.out(s.two(x)))
-    dead(net.two, 1)
-    return net, x
-
-
-def multihead() -> Network:
-    """Dimension 1 of the first head and 2 of the second: their keys are constant, and no one reads their values."""
-    net = noisy(Multihead(8, 2))
-    with torch.no_grad():
-        net.attention.in_proj_weight[[9, 14]] = 0
-    unread(net.attention.out_proj, 1, 6)
-    return net, rand(2, 5, 8)
-
-
 # --------------------------------------------------------------------------------------------------------- mutations
 
 
-def shared_columns_anyhow(settle: Callable[..., None], grid: Grid, live: Live, least: int = 0) -> None:
-    """Every group keeps any so many channels, as if they did not share their columns."""
-    if grid.ragged or grid.inner is None:
-        return settle(grid, live, least)
-    width = max(least, int(live[grid.labels].sum(1).max()))
-    return live.mark(grid.inner[:width], grid.where, "mutated")
+def shared_columns_anyhow(wanted: Callable[..., Tensor], grid: Grid, *args: Any) -> Tensor:
+    """Every group keeps any so many channels, as if nothing tied their columns together."""
+    return wanted(replace(grid, ragged=True), *args)
+
+
+def columns_of_the_first(columns_of_groups: Callable[..., Tensor], weight: Tensor, columns: Tensor) -> Tensor:
+    return columns_of_groups(weight, columns[:1].expand_as(columns))
+
+
+def filled_with_zeros(with_place: Callable[..., nn.Module], module: nn.Module, live: Tensor) -> nn.Module:
+    new = with_place(module, live)
+    new.fill.data.zero_()
+    return new
+
+
+def larger_factors(carried: Callable[..., Carried | None], *args: Any) -> Carried | None:
+    found = carried(*args)
+    return found and replace(found, factors=1.1 * found.factors)
+
+
+def one_function(span: Callable[..., Span | None], *args: Any) -> Span | None:
+    found = span(*args)
+    return found and replace(found, parts=(sum(found.parts[1:], found.parts[0]),))
+
+
+def dealt_out(copied: Callable[..., Tensor], op: Any, ctx: Any, source: Tensor, times: int, *copies: Any) -> Tensor:
+    """Copies of key heads in turn, 0 1 2 0 1 2, instead of 0 0 1 1 2 2."""
+    table = copied(op, ctx, source, times, *copies)
+    return table.reshape(len(source), times, -1).transpose(0, 1).reshape(table.shape)
+
+
+def placed_elsewhere(with_place: Callable[..., nn.Module], module: nn.Module, live: Tensor) -> nn.Module:
+    new = with_place(module, live)
+    new.place = new.place.roll(1)
+    return new
 
 
 def add_takes_zeros(
@@ -241,6 +148,11 @@ def wrong_spread(merge: Callable[..., None], self: CompensatedLayerNorm, constan
     merge(self, constants.mean().expand(len(constants)))
 
 
+def wrong_count(merge: Callable[..., None], self: CompensatedRMSNorm, constants: Tensor) -> None:
+    merge(self, constants)
+    self.count = self.count - 1
+
+
 def negated(find: Callable[..., Tensor | None], *args: Any) -> Tensor | None:
     found = find(*args)
     return None if found is None else -found
@@ -253,6 +165,7 @@ def rolled(index: Callable[..., None], plan: Plan, module: str, which: Tensor, *
 class Mutation(NamedTuple):
     plant: Callable[[Patch], None]
     build: Callable[[], Network]
+    compaction: str | None = None
 
 
 def change(owner: Any, name: str, how: Callable[..., Any]) -> Callable[[Patch], None]:
@@ -280,7 +193,23 @@ MUTATIONS = {
     "average pooling does not count its padding": Mutation(
         change(pool.Pool, "forward", without_padding), lambda: images(nn.AvgPool2d(3, 1, 1))
     ),
-    "groups share no columns": Mutation(change(Grid, "settle", shared_columns_anyhow), groups),
+    "all groups keep the columns of the first": Mutation(
+        change(rewrite, "_columns_of_groups", columns_of_the_first), groups
+    ),
+    "a shuffle binds no columns": Mutation(change(Grid, "_wanted", shared_columns_anyhow), shuffled),
+    "a carrier takes over too much": Mutation(change(affine, "carried", larger_factors), padded),
+    "a carrier takes over nothing": Mutation(becomes(Plan, "carry", nothing), padded),
+    "nobody carries": Mutation(becomes(carriers, "settle", nothing), padded),
+    "a depthwise convolution gathers its carrier as it is": Mutation(
+        becomes(Plan, "scale", nothing), depthwise_on_constants
+    ),
+    "the mean of a layer norm is no function of the position": Mutation(
+        change(norm.LayerNorm, "span", lambda span, *args: span(*args)[:2]),
+        lambda: normed(constants=(1, 2, 4), unread_columns=(3,)),
+    ),
+    "an RMS norm passes constants on with their weight left out": Mutation(
+        becomes(norm.RMSNorm, "_weight", lambda rule, op, width: torch.ones(width, dtype=torch.float64)), rms_normed
+    ),
     "the index of a Linear is shifted": Mutation(change(Plan, "index", rolled), unread_inputs),
     "the index of a depthwise convolution is shifted": Mutation(change(Plan, "depthwise", rolled), depthwise),
     "batch norm forgets its running mean": Mutation(
@@ -292,6 +221,21 @@ MUTATIONS = {
     ),
     "a compensated norm has a wrong mean": Mutation(change(CompensatedLayerNorm, "merge", wrong_mean), normed),
     "a compensated norm has a wrong spread": Mutation(change(CompensatedLayerNorm, "merge", wrong_spread), normed),
+    "a scale behind a norm changes nothing": Mutation(change(Span, "scaled", lambda _, span, *args: span), rescaled),
+    "norms side by side share their functions": Mutation(change(shape.Cat, "_span", one_function), two_norms),
+    "a constant query takes over too much": Mutation(change(attention, "carried", larger_factors), constant_queries),
+    "a compensated RMS norm has wrong squares": Mutation(
+        change(CompensatedRMSNorm, "merge", lambda merge, norm, constants: merge(norm, 1.1 * constants)), rms_normed
+    ),
+    "a compensated RMS norm counts one channel less": Mutation(
+        change(CompensatedRMSNorm, "merge", wrong_count), rms_normed
+    ),
+    "a group norm has twice as many groups": Mutation(
+        change(groupnorm.GroupNorm, "groups_left", lambda left, *args: 2 * left(*args)), lambda: group_normed(2, 3)
+    ),
+    "a group norm does not need all of a group": Mutation(
+        becomes(groupnorm.GroupNorm, "need", nothing), lambda: group_normed(0, 2, 4, 6)
+    ),
     "a sum merges nothing": Mutation(
         change(elementwise, "_join", lambda join, op, ctx, result, layer: result or [layer]),
         lambda: meeting(lambda s, x: s.out(s.one(x) + s.two(x))),
@@ -314,11 +258,12 @@ MUTATIONS = {
         change(attention.Contraction, "contract", heads_crossed), lambda: narrow_heads("matmul")
     ),
     "every product is weighted by a softmax": Mutation(
-        becomes(attention, "sums_to_one", lambda op: True), lambda: constant_values(torch.tanh)
+        becomes(matmul, "sums_to_one", lambda op: True), lambda: constant_values(torch.tanh)
     ),
     "every product goes into a softmax": Mutation(
-        becomes(attention, "goes_into_softmax", lambda op: True), lambda: constant_values(F.relu)
+        becomes(matmul, "goes_into_softmax", lambda op: True), lambda: constant_values(F.relu)
     ),
+    "key heads are dealt out to queries in turn": Mutation(change(attention, "copied", dealt_out), grouped_queries),
     "narrow attention scales by its new width": Mutation(
         change(
             Plan,
@@ -326,6 +271,13 @@ MUTATIONS = {
             lambda plan, *args, head_dim, **how: plan(*args, head_dim=head_dim, **how | {"scale": head_dim**-0.5}),
         ),
         multihead,
+    ),
+    "a compacted layer gathers other columns": Mutation(change(Plan, "index", rolled), unaligned, "index"),
+    "a compacted layer places its rows elsewhere": Mutation(
+        change(rewrite, "with_place", placed_elsewhere), unaligned, "index"
+    ),
+    "a compacted layer forgets the constants it does not compute": Mutation(
+        change(rewrite, "with_place", filled_with_zeros), unaligned, "index"
     ),
     "a shift has the wrong sign": Mutation(change(blocks, "_shift", negated), dead_block),
     "a constant block has other numbers": Mutation(
@@ -340,12 +292,12 @@ def test_mutation_is_caught(name: str, monkeypatch: Patch) -> None:
     model, x = mutation.build()
     model = model.double().eval()
     before, modes = copy.deepcopy(model.state_dict()), {path: m.training for path, m in model.named_modules()}
-    check(model, x)
+    check(model, x, compaction=mutation.compaction)
     mutation.plant(monkeypatch)
-    wrong = sr.squeeze(model, x, verify=False).model
+    wrong = sr.squeeze(model, x, verify=False, compaction=mutation.compaction).model
     assert differs(model, wrong, x), "this mutation changes nothing here"
     with pytest.raises(sr.VerificationError):
-        sr.squeeze(model, x)
+        sr.squeeze(model, x, compaction=mutation.compaction)
     assert_untouched(model, before, modes)
 
 

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from check import check, noisy
 from nets import Net, dead, rand, reasons, unread
-from torch import nn
+from torch import Tensor, nn
+
+import squeeze_release as sr
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 INSTANCE_NORM = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
@@ -65,11 +67,74 @@ def test_gamma_zero_makes_a_constant_but_not_a_group():
     check(net, rand(2, 3, 6, 6), golden={"0.out_channels": 6, "1.num_groups": 3})
 
 
-def test_one_group_is_a_layer_norm_and_stays():
-    net = network(nn.GroupNorm(1, 8))
+class Own(nn.GroupNorm):
+    """timm's GroupNorm1: a forward of its own, and no bias."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(1, width)
+        self.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.GroupNorm(1, 8), lambda: Own(8)])
+def test_one_group_is_a_layer_norm_over_positions(norm):
+    net = network(norm())
+    dead(net[0], 1, 2, 6)
+    unread(net[3], 1, 2, 4)  # 4 varies, and 6 is read behind an activation: both stay
+    squeezed = check(net, rand(2, 3, 6, 6), golden={"0.out_channels": 6, "1": sr.CompensatedGroupNorm, "1.removed": 2})
+    assert "statistics" in reasons(squeezed.report)
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.GroupNorm(1, 9), lambda: Own(9)])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_two_channels_carry_the_constants_behind_one_group(norm, rank):
+    conv = CONV[rank]
+    net = noisy(nn.Sequential(conv(3, 9, 1), norm(), conv(9, 4, 1)))
+    dead(net[0], 1, 2, 4, 6, 7)
+    squeezed = check(net, rand(2, 3, *[5] * rank), golden={"0.out_channels": 6, "1.removed": 3, "2.in_channels": 6})
+    assert squeezed.report.carriers == 2
+
+
+def test_one_group_squeezed_again_and_in_lower_precision():
+    net = noisy(nn.Sequential(nn.Conv2d(3, 9, 1), nn.GroupNorm(1, 9), nn.Conv2d(9, 4, 1)))
+    dead(net[0], 1, 2, bias=0.0)
+    unread(net[2], 1, 2, 5)
+    small = check(net, rand(2, 3, 5, 5), golden={"1.removed": 2}).model
+    dead(small[0], 3, bias=0.4)  # which was channel 5
+    smaller = check(small, rand(2, 3, 5, 5), golden={"1.removed": 3, "0.out_channels": 6}).model
+    x = rand(2, 3, 5, 5)
+    want = smaller(x).detach()
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
+        got = smaller.to(dtype)(x.to(dtype)).detach().double()
+        assert float((got - want).abs().max() / want.abs().max()) < bound
+
+
+def test_one_group_is_over_positions_too():
+    """A layer norm of each position alone would be another function: the constants are in both of them."""
+    net = noisy(nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(1, 8), nn.Conv2d(8, 4, 1)))
     dead(net[0], 1, 2)
-    unread(net[3], 1, 2)
-    check(net, rand(2, 3, 6, 6), golden={"0.out_channels": 8, "1.num_groups": 1})
+    unread(net[2], 1, 2)
+    small = check(net, rand(2, 3, 6, 6)).model
+    x = rand(1, 3, 6, 6)
+    assert not torch.allclose(small(x)[..., :3], small(x[..., :3]))  # a position depends on the others
+
+
+def test_channels_along_positions_stay_under_one_group():
+    """A linear layer over positions writes them; the norm counts each of them."""
+    net = Net(lambda s, x: s.out(s.norm(s.mix(x))), mix=nn.Linear(5, 6), norm=nn.GroupNorm(1, 4), out=nn.Linear(6, 3))
+    noisy(net)
+    unread(net.out, 1, 2)
+    check(net, rand(2, 4, 5), golden={"mix.out_features": 6})
+
+
+def test_a_function_with_one_group_stays():
+    net = Net(lambda s, x: s.out(F.group_norm(s.conv(x), 1)), conv=nn.Conv2d(3, 8, 1), out=nn.Conv2d(8, 4, 1))
+    noisy(net)
+    dead(net.conv, 1, 2)
+    unread(net.out, 1, 2)
+    check(net, rand(2, 3, 5, 5), golden={"conv.out_channels": 8})
 
 
 def test_groups_of_one_channel():

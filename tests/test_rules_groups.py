@@ -141,7 +141,12 @@ def test_grouped_columns_and_whole_groups():
     dead(net[0], 0, 1, 4, 11)  # two of group 0, one each of groups 1 and 3
     unread(net[3], 4, 5)  # all of group 2
     golden = {"0.out_channels": 6, "2.groups": 3, "2.weight": (6, 2, 3, 3), "2.in_channels": 6, "3.in_channels": 6}
-    check(net, rand(1, 3, 5, 5), golden=golden)
+    squeezed = check(net, rand(1, 3, 5, 5), golden=golden)
+    columns = squeezed.report.group_columns["2.weight"]  # a row each; group 0 had to keep one of its dead ones
+    assert columns[:, 1].tolist() == [2, 2, 2, 2, 1, 1] and columns[2:, 0].tolist() == [0, 0, 0, 0]
+    old = net[2].weight[squeezed.report.slices["2.weight"][0]]
+    kept = old.gather(1, columns[:, :, None, None].expand(-1, -1, 3, 3))
+    assert torch.equal(squeezed.model[2].weight, kept)
 
 
 def test_grouped_called_twice_on_different_columns():

@@ -131,6 +131,63 @@ def test_layer_norm_channels_first(norm):
     )
 
 
+class NormAct(LayerNorm2d):
+    """timm's norms with an activation of their own."""
+
+    def __init__(self, width: int, act: nn.Module) -> None:
+        super().__init__(width)
+        self.drop, self.act = nn.Identity(), act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.drop(super().forward(x)))
+
+
+class ActNorm(NormAct):
+    """The activation comes first: no norm with something behind it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return LayerNorm2d.forward(self, self.act(x))
+
+
+class RmsAct(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps, self.act = nn.Parameter(torch.ones(width)), 1e-6, nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + self.eps)
+        return self.act(x * self.weight[:, None, None])
+
+
+@pytest.mark.parametrize("norm", [lambda: NormAct(8, nn.GELU()), lambda: NormAct(8, nn.ReLU()), lambda: RmsAct(8)])
+def test_a_norm_with_an_activation_of_its_own(norm):
+    net = noisy(nn.Sequential(nn.Conv2d(3, 8, 3), norm(), nn.Conv2d(8, 3, 1)))
+    dead(net[0], 1, 5, 6)
+    unread(net[2], 1, 6, 2)  # 5 is read, and behind the activation it is no combination of others
+    squeezed = check(
+        net,
+        rand(1, 3, 6, 6),
+        golden={"0.out_channels": 6, "1.removed": 2, "1.act": type(net[1].act), "2.in_channels": 6},
+    )
+    assert set(squeezed.model[1].state_dict()) > set(net[1].state_dict())
+
+
+def test_a_norm_with_an_activation_squeezed_again():
+    net = noisy(nn.Sequential(nn.Conv2d(3, 8, 3), RmsAct(8), nn.Conv2d(8, 3, 1)))
+    dead(net[0], 1)
+    unread(net[2], 1, 4)
+    small = check(net, rand(1, 3, 6, 6), golden={"1.removed": 1}).model
+    dead(small[0], 3)  # which was channel 4
+    check(small, rand(1, 3, 6, 6), golden={"1.removed": 2, "0.out_channels": 6, "1.act": nn.GELU})
+
+
+def test_an_activation_in_front_of_the_norm_keeps_all():
+    net = noisy(nn.Sequential(nn.Conv2d(3, 8, 3), ActNorm(8, nn.GELU()), nn.Conv2d(8, 3, 1)))
+    dead(net[0], 1, 5, 6)
+    unread(net[2], 1, 6, 2)
+    check(net, rand(1, 3, 6, 6), golden={"0.out_channels": 8, "1": ActNorm})
+
+
 def test_layer_norm_gamma_zero_is_a_constant_behind_but_the_input_stays():
     net = noisy(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)))
     with torch.no_grad():
@@ -281,7 +338,6 @@ def test_layer_norm_in_front_of_a_residual_stream():
     "norm",
     [
         nn.GroupNorm(3, 6),
-        nn.GroupNorm(1, 6),
         nn.LocalResponseNorm(3),
         nn.RMSNorm(7),
     ],

@@ -31,10 +31,20 @@ def test_pad(mode, value, bias, left):
     check(net, rand(1, 3, 4, 4), golden={"lin.out_channels": left})
 
 
-def test_pad_over_channels_keeps_them():
+def test_pad_over_channels_is_a_concat_with_constants():
+    """The pads stay, for the code makes them; between them channels go as they do anywhere."""
     net = image(lambda x: F.pad(x, (0, 0, 0, 0, 1, 1)), out=8)
+    check(net, rand(1, 3, 4, 4), golden={"lin.out_channels": 6, "out.in_channels": 8})
     dead(net.lin, 1)
-    check(net, rand(1, 3, 4, 4), golden={"lin.out_channels": 6})
+    unread(net.out, 4)
+    check(net, rand(1, 3, 4, 4), golden={"lin.out_channels": 4, "out.in_channels": 6})
+
+
+@pytest.mark.parametrize("pads, out", [((1, 0, 0, 0, 1, 1), 8), ((0, 0, 0, 0, -1, 0), 5)])
+def test_pad_over_channels_and_positions_or_by_cutting_keeps_them(pads, out):
+    net = image(lambda x: F.pad(x, pads), out=out)
+    dead(net.lin, 1)
+    check(net, rand(1, 3, 4, 4), golden={"lin.out_channels": 6, "out.in_channels": out})
 
 
 KEEPS = [

@@ -319,3 +319,45 @@ def test_llama_generates_the_same_tokens_on_a_narrower_stream() -> None:
             for m in (model, small)
         )
         assert torch.equal(old, new)
+
+
+def test_a_language_model_as_it_comes_with_its_cache_on() -> None:
+    options = {**GROUPED, "use_cache": True}
+    model = of("LlamaForCausalLM", "LlamaConfig", **options)().double().eval()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[:, :10] = 0
+    small = sr.squeeze(model, ids()).model
+    assert small.model.layers[0].mlp.up_proj.out_features == 30
+    assert model.config.use_cache and small.config.use_cache and small(ids()).past_key_values is not None
+
+
+def test_the_cache_is_on_again_after_an_error() -> None:
+    model = of("LlamaForCausalLM", "LlamaConfig", **{**GROUPED, "use_cache": True})()
+    with pytest.raises(sr.InputError):
+        sr.squeeze(model, torch.full((2, 7), 1000))
+    assert model.config.use_cache
+
+
+def constant_values(model: nn.Module, path: str) -> nn.Module:
+    """The values of head 1 are the same for every token, and not 0."""
+    model = rough(model)
+    with torch.no_grad():
+        model.get_submodule(path).weight[8:16] = 0
+    return model
+
+
+def test_constant_values_pass_a_mask_that_the_code_makes() -> None:
+    """Traced by torch.export, ViT and OPT make a mask where in eager they have none: no row of it is all masked."""
+    vit = constant_values(of("ViTForImageClassification", "ViTConfig", **VISION)(), "vit.layers.0.attention.v_proj")
+    check(vit, image(), golden={"vit.layers.0.attention.v_proj.out_features": 24})
+    opt = of("OPTForCausalLM", "OPTConfig", **OPT, use_cache=False)()
+    opt = constant_values(opt, "model.decoder.layers.0.self_attn.v_proj")
+    check(opt, ids(), golden={"model.decoder.layers.0.self_attn.v_proj.out_features": 24})
+
+
+def test_constant_values_stay_under_a_mask_from_outside() -> None:
+    opt = of("OPTForCausalLM", "OPTConfig", **OPT, use_cache=False)()
+    opt = constant_values(opt, "model.decoder.layers.0.self_attn.v_proj")
+    example = ids()
+    squeezed = sr.squeeze(opt.double(), example, {"attention_mask": torch.ones_like(example)})
+    assert squeezed.model.model.decoder.layers[0].self_attn.v_proj.out_features == 32

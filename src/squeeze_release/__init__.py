@@ -1,7 +1,7 @@
 """squeeze-release: make pruned networks really smaller, without changing what they compute."""
 
 from .errors import ExportError, InputError, MaskError, ModelError, SqueezeError, VerificationError, WeightError
-from .modules import CompensatedLayerNorm, CompensatedRMSNorm
+from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm
 from .register import register_attention
 from .report import Report
 from .squeeze import Squeezed, squeeze
@@ -9,6 +9,7 @@ from .squeeze import Squeezed, squeeze
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "CompensatedGroupNorm",
     "CompensatedLayerNorm",
     "CompensatedRMSNorm",
     "ExportError",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import blocks
+from .biases import can_take_bias
 from .facts import Fact, compact, nothing, varying, vector
 from .labels import Grid, Labels, Live
 from .modules import can_index
@@ -60,6 +61,7 @@ class Analysis:
         self._tensors, self._canonical = _tensors(model if numbers is None else numbers)
         self._owned: dict[int, tuple[str, int]] = {}  # first label of a parameter's dimension -> whose they are
         self._read: tuple[Tensor, Tensor] | None = None
+        self._takes_bias: dict[str, bool] = {}  # module without a bias -> whether it would use one
         self._rows: dict[Any, Tensor] = {}  # table -> the labels that stand for its rows
         self._laid_out: set[Any] = set()  # the grids there are
 
@@ -158,7 +160,10 @@ class Analysis:
             return all(reader.param("weight") == weight for reader in self.readers[self._canonical[bias]])
         if op.given.get("bias") is not None:
             return False
-        return can_take_bias(self.model.get_submodule(op.module), self.tensor(op.memo["weight"]))
+        if op.module not in self._takes_bias:
+            shape = self.tensor(op.memo["weight"]).shape
+            self._takes_bias[op.module] = can_take_bias(self.model.get_submodule(op.module), shape)
+        return self._takes_bias[op.module]
 
     def readers_of(self, name: str) -> list[Op]:
         return self.readers[self._canonical[name]]
@@ -332,18 +337,6 @@ def analyse(
 
 def rule_of(op: Op) -> Rule:
     return RULES.get(op.node.target, UNKNOWN)
-
-
-def can_take_bias(module: nn.Module, weight: Tensor) -> bool:
-    """Whether a module without a bias would use one if it had it."""
-    plain = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    own = getattr(module, "weight", None)
-    return (
-        isinstance(module, plain)
-        and isinstance(own, Tensor)
-        and own.shape == weight.shape
-        and (type(module).forward in [p.forward for p in plain] or can_index(module))
-    )
 
 
 def _key(labels: Tensor | None) -> object:

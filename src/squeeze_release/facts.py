@@ -35,6 +35,16 @@ class Span:
             return None  # positions were mixed in, and there f differs
         return Span(dims[0], move(self.offset), tuple(move(part) for part in self.parts))
 
+    def scaled(self, scale: Tensor | float, shift: Tensor | float) -> Span:
+        """The span of scale x + shift."""
+        shape = self.offset.shape
+
+        def times(numbers: Tensor) -> Tensor:
+            return compact(numbers) * (compact(scale) if isinstance(scale, Tensor) else scale)
+
+        offset = times(self.offset) + (compact(shift) if isinstance(shift, Tensor) else shift)
+        return Span(self.dim, offset.expand(shape), tuple(times(part).expand(shape) for part in self.parts))
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -73,6 +83,11 @@ def scaled_one(value: Tensor, layers: Sequence[Tensor]) -> Span | None:
         return None
     small = compact(value)
     return Span(dims[0][0], torch.where(small.isnan(), small, 0.0).expand(value.shape), (value,))
+
+
+def known_offset(fact: Fact) -> Tensor:
+    """What is known of a tensor beside functions of the position: its constants are known without any."""
+    return fact.value if fact.span is None else fact.span.offset
 
 
 def unknown(shape: Sequence[int]) -> Tensor:

@@ -1,7 +1,8 @@
 """Norms as single ops: while the model is traced, every layer norm and RMS norm module shows up as one node.
 
 A norm is recognised by what it does, not by its name: a module with a 1-d weight that equals F.layer_norm or F.rms_norm
-on random inputs, over the last dimension or over dimension 1.
+on random inputs, over the last dimension or over dimension 1, or F.group_norm with one group. Modules inside it that
+hold no numbers, such as an activation, are run behind the norm if that is what it does.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modules import CompensatedLayerNorm, CompensatedRMSNorm
+from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm
+from .modules.state import behind
 
 _library = torch.library.Library("squeeze_release", "DEF")
 _library.define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, int channel_dim, float eps, float removed, "
-    "float removed_mean, float removed_m2) -> Tensor"
+    "float removed_mean, float removed_m2, bool positions) -> Tensor"
 )
 _library.define(
     "rms_norm(Tensor x, Tensor? weight, int channel_dim, float? eps, float weight_offset, float removed, "
@@ -44,11 +46,17 @@ def _layer_norm(
     removed: float,
     removed_mean: float,
     removed_m2: float,
+    positions: bool,
 ) -> Tensor:
     x = x.movedim(channel_dim, -1)
-    total = x.size(-1) + removed
-    mu = (x.double().sum(-1, keepdim=True) + removed * removed_mean) / total
-    var = (((x - mu) ** 2).sum(-1, keepdim=True) + removed_m2 + removed * (removed_mean - mu) ** 2) / total
+    total, where = x.size(-1) + removed, tuple(range(1, x.dim() - 1)) if positions else ()
+
+    def summed(numbers: Tensor) -> Tensor:
+        numbers = numbers.double().sum(-1, keepdim=True)
+        return numbers.mean(where, keepdim=True) if where else numbers
+
+    mu = (summed(x) + removed * removed_mean) / total
+    var = (summed((x - mu) ** 2) + removed_m2 + removed * (removed_mean - mu) ** 2) / total
     y = ((x - mu) / (var + eps).sqrt()).to(x.dtype)
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias).movedim(-1, channel_dim)
@@ -83,6 +91,7 @@ class Norm:
     channel_dim: int = -1  # -1, or 1 for channels first
     eps: float | None = None  # None: that of the input's dtype
     weight_offset: float = 0.0  # 1 where the weight is stored as its difference from 1
+    positions: bool = False  # the statistics are those of all positions together: group norm with one group
 
 
 @contextmanager
@@ -101,13 +110,13 @@ def as_one_op(module: nn.Module) -> Iterator[None]:
         if norm.kind == "layer":
             assert norm.eps is not None
             result = torch.ops.squeeze_release.layer_norm(
-                x, weight, bias, norm.channel_dim, norm.eps, *(removed or (0.0, 0.0, 0.0))
+                x, weight, bias, norm.channel_dim, norm.eps, *(removed or (0.0, 0.0, 0.0)), norm.positions
             )
         else:
             result = torch.ops.squeeze_release.rms_norm(
                 x, weight, norm.channel_dim, norm.eps, norm.weight_offset, *(removed or (0.0, 0.0))
             )
-        return result
+        return behind(module, result)
 
     module.forward = forward
     try:
@@ -122,6 +131,8 @@ def _is_ours(module: nn.Module) -> bool:
 
 def recognise(module: nn.Module) -> Norm | None:
     """The norm that a module computes, or None if it is not one."""
+    if isinstance(module, CompensatedGroupNorm):
+        return Norm("layer", 1, module.eps, positions=True)
     if isinstance(module, CompensatedLayerNorm):
         return Norm("layer", module.channel_dim, module.eps)
     if isinstance(module, CompensatedRMSNorm):
@@ -131,9 +142,11 @@ def recognise(module: nn.Module) -> Norm | None:
     if type(module) is nn.RMSNorm:
         return Norm("rms", eps=module.eps) if len(module.normalized_shape) == 1 else None
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or any(module.children()) or module._buffers:
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or next(module.buffers(), None) is not None:
         return None
     if "forward" in module.__dict__ or {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
+        return None
+    if isinstance(module, nn.GroupNorm) and module.num_groups != 1:
         return None
     candidates = [norm for eps in _small_floats(module) for norm in _norms(eps)]
     return next((norm for norm in candidates if _behaves(module, norm)), None)
@@ -150,6 +163,7 @@ def _norms(eps: float) -> Iterator[Norm]:
         yield Norm("layer", dim, eps)
         yield Norm("rms", dim, eps)
         yield Norm("rms", dim, eps, weight_offset=1.0)
+    yield Norm("layer", 1, eps, positions=True)
 
 
 def _behaves(module: nn.Module, norm: Norm) -> bool:
@@ -166,11 +180,14 @@ def _behaves(module: nn.Module, norm: Norm) -> bool:
             parameter.normal_(generator=generator)
         for scale in (1.0, 1e-3):
             x = scale * torch.randn((2, 3, 5, len(weight)), generator=generator, dtype=torch.float64)
-            if norm.kind == "layer":
+            if norm.positions:
+                want = F.group_norm(x.movedim(-1, 1), 1, weight, bias, norm.eps).movedim(1, -1)
+            elif norm.kind == "layer":
                 want = F.layer_norm(x, weight.shape, weight, bias, norm.eps)
             else:
                 want = F.rms_norm(x, weight.shape, weight + norm.weight_offset, norm.eps)
             try:
+                want = behind(twin, want.movedim(-1, norm.channel_dim)).movedim(norm.channel_dim, -1)
                 got = twin(x.movedim(-1, norm.channel_dim)).movedim(norm.channel_dim, -1)
             except Exception:
                 return False

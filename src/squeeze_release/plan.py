@@ -40,9 +40,9 @@ class ConstantRows:
 
 @dataclass(frozen=True)
 class Carry:
-    """Columns of a weight that other columns take over, group by group of its rows."""
+    """Columns of a weight that other columns take over, group by group of its rows; or the other way round."""
 
-    columns: int  # dimension of the weight that holds the inputs
+    columns: int  # the dimension that loses them
     groups: tuple[Carried | None, ...]
 
 
@@ -64,13 +64,16 @@ class Plan:
     folded: dict[str, Fold] = field(default_factory=dict)  # by bias, or by module where there is none yet
     constant: dict[str, ConstantRows] = field(default_factory=dict)  # by module
     scaled: dict[str, Tensor] = field(default_factory=dict)  # parameter -> a factor for every row
-    carried: dict[str, Carry] = field(default_factory=dict)  # weight -> columns that go into others
+    carried: dict[str, dict[object, Carry]] = field(default_factory=dict)  # weight -> columns that go into others
     replaced_values: dict[str, Tensor] = field(default_factory=dict)
     indices: dict[str, Tensor] = field(default_factory=dict)  # module -> input channels it gathers
     placed: dict[str, Tensor] = field(default_factory=dict)  # module -> rows it computes, the others being constant
     groups: dict[str, int] = field(default_factory=dict)
     group_columns: dict[str, Tensor] = field(default_factory=dict)  # grouped weight -> columns that stay, by group
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> attributes that a rule sets
+    unread_norms: dict[str, int] = field(
+        default_factory=dict
+    )  # module -> its width, where its numbers no longer matter
     norms: dict[str, tuple[Norm, Tensor]] = field(default_factory=dict)  # module -> the constants that it loses
     heads: dict[str, Heads] = field(default_factory=dict)
     rescaled: dict[str, tuple[float, float]] = field(default_factory=dict)  # module -> float attribute, old and new
@@ -93,11 +96,12 @@ class Plan:
     def index(self, module: str, index: Tensor) -> None:
         self.indices[module] = index
 
-    def carry(self, weight: str, columns: int, groups: Sequence[Carried | None]) -> None:
-        self.carried[weight] = Carry(columns, tuple(groups))
+    def carry(self, weight: str, columns: int, groups: Sequence[Carried | None], key: object = None) -> None:
+        """The same again for another call of the module changes nothing; another key is another change."""
+        self.carried.setdefault(weight, {})[columns, key] = Carry(columns, tuple(groups))
 
     def scale(self, name: str, factors: Tensor) -> None:
-        self.scaled[name] = factors if name not in self.scaled else self.scaled[name] * factors
+        self.scaled[name] = factors
 
     def depthwise(self, module: str, index: Tensor, inputs: int) -> None:
         """Each output channel reads the input channel that `index` names, out of `inputs`."""

@@ -71,9 +71,12 @@ def _tie_more(ctx: Analysis, module: str) -> bool:
     several = others > 0 and not kind.__module__.startswith("torch.nn.")
     level = max(ctx.tied.get(module, 0), others - 1) if several else ctx.tied.get(module, 0)
     while level < len(_TIES):
-        level += 1
+        level, before = level + 1, list(ctx.grids)
         if any([tie(ctx, path, level) for path in (alike if several else [module])]):
-            return True
+            live = ctx.settle()
+            if not all(bool(live[grid.labels].all()) for grid in ctx.grids if not any(grid is old for old in before)):
+                return True
+            ctx.grids = before  # nothing would go any more: whole heads alone may do better
     return False
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -66,6 +67,8 @@ class Report:
     """Channels that stay because they stand for others too: see `rules/carriers.py`."""
     slices: dict[str, dict[int, Tensor]]
     """Parameter -> dimension -> the indices that stayed, where some went."""
+    group_columns: dict[str, Tensor]
+    """Weight of a grouped convolution -> for each row that stayed the columns that did: every group has its own."""
 
     @property
     def params_before(self) -> int:
@@ -171,7 +174,8 @@ def make_report(
 ) -> Report:
     kept = _kept(ctx, last.live, last.plan)
     carriers = sum(reason.text == CARRIES for reason in last.live.given_reasons())
-    return Report(old.counts, count(new), _layers(old.model, new), kept, proof, seconds, carriers, _slices(plans))
+    layers, slices, columns = _layers(old.model, new), _slices(plans), _group_columns(plans, old.model)
+    return Report(old.counts, count(new), layers, kept, proof, seconds, carriers, slices, columns)
 
 
 def _slices(plans: list[Plan]) -> dict[str, dict[int, Tensor]]:
@@ -184,6 +188,21 @@ def _slices(plans: list[Plan]) -> dict[str, dict[int, Tensor]]:
             before |= {dim: before[dim][index] if dim in before else index for dim, index in dims.items()}
         for path in plan.placed:  # made anew, not sliced
             total.pop(f"{path}.fill".lstrip("."), None)
+    return total
+
+
+def _group_columns(plans: list[Plan], old: nn.Module) -> dict[str, Tensor]:
+    """The same for grouped convolutions, whose groups each keep columns of their own."""
+    total: dict[str, Tensor] = {}
+    for name in {name: None for plan in plans for name in plan.group_columns}:
+        height, width = old.get_parameter(name).shape[:2]
+        columns = torch.arange(width).expand(height, width)
+        for plan in plans:
+            kept, rows = plan.group_columns.get(name), plan.slices.get(name, {}).get(0)
+            if kept is not None:
+                columns = columns.gather(1, kept.repeat_interleave(len(columns) // len(kept), 0))
+            columns = columns if rows is None else columns[rows]
+        total[name] = columns
     return total
 
 

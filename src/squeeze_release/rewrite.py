@@ -13,6 +13,7 @@ from .blocks import Replacement
 from .copies import drop_gradients
 from .masks import bake_masks
 from .modules import (
+    CompensatedGroupNorm,
     CompensatedLayerNorm,
     CompensatedRMSNorm,
     Constant,
@@ -71,8 +72,8 @@ def rewrite(model: nn.Module, plan: Plan) -> nn.Module:
     for name, factors in plan.scaled.items():
         old = tensors[name]
         tensors[name] = old.double() * factors.to(old.device).reshape(-1, *[1] * (old.dim() - 1))
-    for name, carry in plan.carried.items():
-        tensors[name] = _carry(tensors[name], carry)
+    for name, carries in plan.carried.items():
+        tensors[name] = functools.reduce(_carry, carries.values(), tensors[name])
     for name, values in plan.replaced_values.items():
         tensors[name] = values
     for name, columns in plan.group_columns.items():
@@ -166,6 +167,9 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
         model = _swap(model, path, with_index(model.get_submodule(path), index))
     for path, live in plan.placed.items():
         model = _swap(model, path, with_place(model.get_submodule(path), live))
+    for path, width in plan.unread_norms.items():
+        if path not in plan.norms and hasattr(model.get_submodule(path), "normalized_shape"):
+            model.get_submodule(path).normalized_shape = (width,)  # type: ignore[assignment]
     for path, (norm, constants) in plan.norms.items():
         model = _swap(model, path, compensated(model.get_submodule(path), norm, constants))
     for path, heads in plan.heads.items():
@@ -228,9 +232,12 @@ def compensated(old: nn.Module, norm: Norm, constants: Tensor) -> nn.Module:
         new = CompensatedRMSNorm(width, norm.eps, False, weight_offset=norm.weight_offset, channel_dim=norm.channel_dim)
     else:
         assert norm.eps is not None
-        new = CompensatedLayerNorm(width, norm.eps, False, channel_dim=norm.channel_dim)
+        kind = CompensatedGroupNorm if norm.positions else CompensatedLayerNorm
+        new = kind(width, norm.eps, False, channel_dim=norm.channel_dim)
         new.bias = getattr(old, "bias", None)
     new.weight = weight
+    for name, child in old.named_children():  # an activation, say
+        new.add_module(name, child)
     if like is not None:
         new.to(like.device)
     new.merge(constants)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from .caches import without_cache
 from .einsum import EinsumAsMatmul
 from .errors import ExportError, InputError, SqueezeError
 from .modules import NarrowMultiheadAttention
@@ -141,6 +142,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, norms and einsums as ops with rules, fused attention if one can choose; undone after."""
     with ExitStack() as undo:
         undo.enter_context(torch.no_grad())
+        undo.enter_context(without_cache(model))
         undo.enter_context(EinsumAsMatmul())
         undo.enter_context(_without_autocast())
         for module in model.modules():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .caches import without_cache
 from .copies import copy_model
 from .errors import InputError, VerificationError
 from .masks import InFloat64, to_float64, widen
@@ -80,7 +81,7 @@ def verify(
     start = time.perf_counter()
     old, new = copy_model(old).eval(), copy_model(new).eval()
     calls = [_map_tensors(call, lambda tensor: tensor) for call in calls]
-    with _isolated(old):
+    with _isolated(old), without_cache(old, new, *([] if exact is None else [exact])):
         rounding = _rounding_allowed(old, calls)
         rounded = [_run_rounded(old, new, call) for call in calls] if rounding > _ROUNDING[torch.float64] else []
         new = new if exact is None else copy_model(exact).eval()

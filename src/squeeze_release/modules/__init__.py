@@ -1,12 +1,13 @@
 """The modules that may stand in for the user's own: everything else in a squeezed model keeps its class.
 
-CompensatedLayerNorm, ~RMS..  a norm over the kept channels, exact for the full width
+CompensatedLayerNorm, ~RMS, ~Group  a norm over the kept channels, exact for the full width
 IndexedLinear, IndexedConv    gather their inputs first, so that the writer may stay wider than the reader
 PlacedLinear, PlacedConv      compute some of their outputs and place them among constants (compaction="index")
 Shift, Constant, Passthrough  a block that adds a constant, one that is a constant, one that does nothing
 NarrowMultiheadAttention      MultiheadAttention whose heads are narrower than embed_dim / num_heads
 """
 
+from .group_norm import CompensatedGroupNorm
 from .indexed import (
     INDEXED,
     PLACED,
@@ -30,6 +31,7 @@ from .standins import Constant, Passthrough, Shift
 __all__ = [
     "INDEXED",
     "PLACED",
+    "CompensatedGroupNorm",
     "CompensatedLayerNorm",
     "CompensatedRMSNorm",
     "Constant",

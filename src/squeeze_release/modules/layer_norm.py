@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .state import KeepsFloat64
+from .state import KeepsFloat64, behind
 
 
 class CompensatedLayerNorm(KeepsFloat64):
@@ -98,7 +98,7 @@ class CompensatedLayerNorm(KeepsFloat64):
             out = self._normalize(x.float()).to(torch.float32 if stays_float32 else x.dtype)
         else:
             out = self._normalize(x)
-        return out if self.channel_dim == -1 else out.movedim(-1, 1)
+        return behind(self, out if self.channel_dim == -1 else out.movedim(-1, 1))
 
     def _normalize(self, x: Tensor) -> Tensor:
         weight, bias, kept, gone = self.weight, self.bias, self._kept, self._removed

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .state import KeepsFloat64
+from .state import KeepsFloat64, behind
 
 
 class CompensatedRMSNorm(KeepsFloat64):
@@ -81,7 +81,7 @@ class CompensatedRMSNorm(KeepsFloat64):
         if self.weight is not None:
             weight = self.weight + self.weight_offset if self.weight_offset else self.weight
             y = y * (weight if self.channel_dim == -1 else weight.reshape(-1, *[1] * (x.dim() - 2)))
-        return y.to(x.dtype)
+        return behind(self, y.to(x.dtype))
 
     def _derive(self) -> None:
         # As Python numbers, for reading a tensor in forward would wait for the device.

@@ -14,6 +14,13 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     return vars(module) | {name: vars(module)[name].copy() for name in own}
 
 
+def behind(module: nn.Module, x: Tensor) -> Tensor:
+    """What a norm with an activation of its own does with its result."""
+    for child in module.children():
+        x = child(x)
+    return x
+
+
 class KeepsFloat64(nn.Module):
     """A module whose buffers follow its device but not its dtype: in half precision a sum of squares overflows."""
 

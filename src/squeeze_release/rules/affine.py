@@ -45,6 +45,10 @@ class Affine(Rule):
     Need: x_k, where some living row j has W_jk != 0 and x_k is neither such a constant nor carried by others.
     Absorb: b_j += W_jk c_k for every constant x_k that goes; what a bias cannot hold goes into the columns of carriers
     (`rules/carriers.py`). A missing bias is created. Unread coordinates of a model input are left out by an index.
+    Exact: folds are computed in float64 and depend on no position, so they hold at every resolution.
+    Keeps: a constant where there is no bias to take it (one that is shared, computed, or not used by the module's own
+    forward), where it is huge and cancels against others, or where calls of one module see different ones; everything
+    where the weight is computed.
     """
 
     def geometry(self, op: Op) -> Geometry:
@@ -318,7 +322,7 @@ class Affine(Rule):
 
 @rule("linear")
 class Linear(Affine):
-    """`F.linear` over the last dimension. With a part of a parameter for its weight, see `parts`."""
+    """`F.linear`: y = W x + b over the last dimension. With a part of a parameter for its weight, see `parts`."""
 
     def geometry(self, op: Op) -> Geometry:
         return Geometry(channel=-1, rows=0, groups=1, padded=False)
@@ -335,7 +339,11 @@ class Linear(Affine):
 
 @rule("addmm")
 class Addmm(Affine):
-    """b + x W, the weight transposed: GPT-2's Conv1D. Refuses other factors than 1, and a bias that is no vector."""
+    """y = b + x W, the weight transposed: GPT-2's Conv1D.
+
+    Exact: as every affine op.
+    Keeps: everything under other factors than 1, with a bias that is no vector, or where either is no parameter.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         plain = op.given["beta"] == 1 and op.given["alpha"] == 1 and len(op.given["self"].shape) == 1
@@ -350,10 +358,13 @@ class Addmm(Affine):
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input")
 class Convolution(Affine):
-    """Convolutions. A transposed one is like a padded one unless it is 1x1 with stride 1.
+    """Convolutions: y_j = b_j + sum_k W_jk * x_k. A transposed one is like a padded one unless it is 1x1 with stride 1.
 
     Depthwise (one input channel a group): output k is a unit of its own that reads input k alone, so a stream may keep
     channel k while the convolution loses it; the convolution then gathers its inputs by an index.
+    Grouped: equally many columns leave every group, each its own, or whole groups leave on both sides.
+    Exact: in front of zero padding a constant is not one at the border, so it is no bias: carriers take it over.
+    Keeps: taps; channels along a dimension it slides over; all of a transposed convolution with groups.
     """
 
     def geometry(self, op: Op) -> Geometry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from ..labels import Live
 from ..modules import NarrowMultiheadAttention
 from ..trace import named_arguments
 from .base import Facts, Op, Rule, blank, rule
+from .carriers import Carried, Request, carried, request
 from .grouped import copied, head_sizes
 from .pool import keep_uniform
 
@@ -24,8 +26,10 @@ class Contraction(Rule):
     """What both kinds of attention share: a sum over d of a[h, d] * b[h, d], one for every head h.
 
     a_hd and b_hd are merged. Head h of the result is a label of its own that stands for the row (a_h1 .. a_hD).
-    Need: a_hd for every living head h, but not where a_hd or b_hd is the constant 0.
     Where b has fewer heads than a (grouped queries), each of its heads is read by several of a; see `copied`.
+    Need: a_hd for every living head h, but not where a_hd or b_hd is the constant 0.
+    Exact: a term of a sum that is 0 for every input is left out.
+    Keeps: the width of heads where the two do not have the same heads of the same width. Heads stay equally wide.
     """
 
     def contract(
@@ -93,14 +97,21 @@ class Contraction(Rule):
 class Attention(Contraction):
     """softmax(s q k^T + m) v, head by head.
 
-    Constant: a value channel that is the same for every token passes through, unless a mask comes in from outside: a
-    row that is masked throughout gives 0.
+    Constant: a value channel that is the same for every token passes through. Where a mask comes in from outside only 0
+    does, for a row that is masked throughout gives 0.
     Need: head h of q and k if any channel of v in it lives; of those not the d where q_d = 0, nor where k_d is the
-    same for every token, for then the softmax cancels it.
-    Absorb: where s is the default 1/sqrt(D), a smaller D is made good by the factor sqrt(D'/D) on the rows of q.
+    same for every token, for then the softmax cancels it; of the d where q_d is the same number c_d for every token one
+    is enough, d0.
+    Absorb: k_d0 += k_d c_d / c_d0 for constant queries. Where s is the default 1/sqrt(D), a smaller D is made good by
+    the factor sqrt(D'/D) on the rows of q.
     Grouped queries: a head of k and v goes with the last of the heads of q that read it; one head of q alone goes where
     as many go from every group. A mask with a number for every head binds them where it has labels (a table of relative
     positions), and fixes them where it has none.
+    Exact: under any mask for what is 0 or unread; for constant values where every row has a key it may look at, which
+    a mask from outside does not promise.
+    Keeps: tokens; constant values under a mask from outside; dimensions of q and k where s is the default and q does
+    not come straight from a Linear that takes the factor; all where the heads of q, k and v do not line up, or an
+    nn.MultiheadAttention adds keys of its own.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -131,8 +142,9 @@ class Attention(Contraction):
             ctx.grid(op, values, outer=heads)
             ctx.labels.merge(heads, ctx.grid(op, values))
         op.memo.update(qk=qk, heads=heads, values=values)
-        passes = mask is None or _leaves_every_query_a_key(op)
-        value = keep_uniform(v.value, (len(v.shape) - 2,)) if passes else compact(out.value)
+        value = keep_uniform(v.value, (len(v.shape) - 2,))
+        if mask is not None and not _leaves_every_query_a_key(op):
+            value = torch.where(value == 0, value, torch.nan)
         if len(v.shape) > 2 and 1 < value.size(-3) < out.shape[-3]:
             value = value.repeat_interleave(out.shape[-3] // value.size(-3), -3)
         return Fact(out.shape, (values.reshape(*sizes, 1, -1).expand(out.shape),), value.expand(out.shape))
@@ -169,10 +181,49 @@ class Attention(Contraction):
             return
         alive = live[values].any(1) if heads is None else live[heads]
         q, k = op.given["query"], op.given["key"]
-        free = self.zero(q, -1, qk) | ~self.constant(k, -1, qk).isnan()
+        free = self.zero(q, -1, qk) | ~self.constant(k, -1, qk).isnan() | self._mixed(op, ctx)
         if op.given.get("scale") is None and not self._can_scale(op, ctx):
             free = torch.zeros_like(free)
         live.mark(qk[alive[:, None] & ~free], op.where, "enters the scores of a head that stays")
+
+    def _mixed(self, op: Op, ctx: Analysis) -> Tensor:
+        """Which d hold a q that is the same for every token: one carries the others, if rows of k may change."""
+        q, k, qk = op.given["query"], op.given["key"], op.memo["qk"]
+        if "mixed" not in op.memo:
+            rows = k.along(-1)
+            may = bool(rows) and "carriers" in ctx.options and not op.memo.get("sources")
+            may = may and _only_reader(op, ctx, compact(rows[0]).unique(), "key")
+            same = ~self.constant(q, -1, qk).isnan() & self.constant(k, -1, qk).isnan()
+            op.memo["mixed"] = same if may else torch.zeros_like(same)
+        mixed: Tensor = op.memo["mixed"]
+        return mixed
+
+    def carriers(self, op: Op, ctx: Analysis, live: Live) -> Iterator[Request]:
+        for head, table, read in self._constant_queries(op, ctx, live):
+            yield from request(table, op.memo["qk"][head], read, live, op.where)
+
+    def _constant_queries(self, op: Op, ctx: Analysis, live: Live) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Per living head what is known of q (`carriers.known`), and which of it counts."""
+        if op.memo.get("qk") is None or op.memo.get("values") is None or not bool(self._mixed(op, ctx).any()):
+            return
+        values, heads, mixed = op.memo["values"], op.memo["heads"], self._mixed(op, ctx)
+        numbers = self.constant(op.given["query"], -1, op.memo["qk"])
+        alive = live[values].any(1) if heads is None else live[heads]
+        for head in (alive & mixed.any(1)).nonzero().flatten().tolist():
+            c = numbers[head]
+            yield head, torch.stack([torch.where(c.isnan(), c, 0.0), c], 1), mixed[head]
+
+    def _mix(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
+        """Rows of k that go are added to the row of their carrier. (Its bias cancels in the softmax.)"""
+        mine = self.row(op, ctx, op.given["key"], -1)
+        for head, table, read in self._constant_queries(op, ctx, live):
+            found = carried(table, live[op.memo["qk"][head]], read)
+            if found is not None and mine is not None:
+                ((name, _),) = (owner for owner in ctx.owners(mine[head]) if owner is not None)
+                rows = ctx.param_labels(name, 0)
+                assert rows is not None
+                place = mine[head] - rows[0]
+                plan.carry(name, 0, [Carried(place[found.gone], place[found.carriers], found.factors)], head)
 
     def _can_scale(self, op: Op, ctx: Analysis) -> bool:
         """Whether q comes straight from a Linear that nobody else reads, or a stand-in has a scale of its own."""
@@ -180,7 +231,7 @@ class Attention(Contraction):
             return True
         if "can_scale" not in op.memo:
             rows = op.given["query"].along(-1)
-            op.memo["can_scale"] = bool(rows) and _only_reader(op, ctx, compact(rows[0]).unique())
+            op.memo["can_scale"] = bool(rows) and _only_reader(op, ctx, compact(rows[0]).unique(), "query")
         return bool(op.memo["can_scale"])
 
     def repeats(self, op: Op, live: Live) -> list[tuple[int, int]]:
@@ -195,6 +246,7 @@ class Attention(Contraction):
         qk, values = op.memo.get("qk"), op.memo.get("values")
         if qk is None or values is None or op not in ctx.wanted:
             return
+        self._mix(op, ctx, live, plan)
         width = int(live[qk].sum(1).max())
         scale = op.given.get("scale")
         if isinstance(ctx.model.get_submodule(op.module), (nn.MultiheadAttention, NarrowMultiheadAttention)):
@@ -239,8 +291,8 @@ def made_in_code(node: fx.Node) -> Tensor | None:
     return result
 
 
-def _only_reader(op: Op, ctx: Analysis, rows: Tensor) -> bool:
+def _only_reader(op: Op, ctx: Analysis, rows: Tensor, argument: str) -> bool:
     """Between the Linear that writes these rows and this op there are shape ops only, and nobody else reads them."""
-    mine = [f for name, f in op.given.items() if isinstance(f, Fact) and name != "query"]
+    mine = [f for name, f in op.given.items() if isinstance(f, Fact) and name != argument]
     alone = not any(bool(torch.isin(rows, compact(layer)).any()) for fact in mine for layer in fact.layers)
     return alone and ctx.written_by_linear(rows) and ctx.sole_reader(op, rows)

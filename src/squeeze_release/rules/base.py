@@ -65,7 +65,11 @@ def flat(tree: Any) -> Iterator[Fact]:
 
 
 class Rule:
-    """The rule for what is not understood: knows nothing, needs everything, fixes the widths of what it touches."""
+    """The rule for what is not understood: knows nothing, needs everything, fixes the widths of what it touches.
+
+    Exact: always, for nothing changes here.
+    Keeps: every channel of every input. What reads the output, whose widths are fixed, may lose outputs of its own.
+    """
 
     reason = "no rule understands this op"
 

@@ -9,6 +9,10 @@ mu/sigma; behind an RMS norm 1/rms. Then r channels carry all others:
 so a reader W drops column k, adds a_ki W[:, k] to column i and W[:, k] (o_k - sum_i a_ki o_i) to its bias. Carriers are
 chosen for conditioning, the largest residual first, which keeps |a| near 1; what would need a larger factor than
 `MOST_GROWTH` asks for a carrier of its own.
+
+Exact: at every position, so at every resolution, for the f are never evaluated.
+Keeps: what passed an op that is not linear since (relu of a padded constant), and what is read by a weight that others
+read too.
 """
 
 from __future__ import annotations

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 @rule("arange", "linspace", "eye", "scalar_tensor", "tril_indices", "triu_indices", "new_empty", "empty")
 class Create(Rule):
-    """Made from numbers alone, or like another tensor in device and type: reads no channel, and has fixed extents."""
+    """Made from numbers alone, or like another tensor in device and type: reads no channel, and has fixed extents.
+
+    Exact: always. Where its extent comes from a width, the code is tried with the new one (`follow.py`).
+    Keeps: what its result meets, for that has a fixed width.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         return blank(op)
@@ -27,7 +31,11 @@ class Create(Rule):
 @rule("zeros", "ones", "full", "new_zeros", "new_ones", "new_full")
 class Fill(Rule):
     """One number everywhere: a constant at every shape. In front of its last two dimensions it may go along with what
-    it meets: T5 makes a bias of zeros, one for each head."""
+    it meets: T5 makes a bias of zeros, one for each head.
+
+    Exact: every copy of a number is the number.
+    Keeps: its extent where no channel is bound to it, or where the number is computed.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         out = blank(op)
@@ -45,6 +53,10 @@ class Fill(Rule):
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 class Recurrent(Rule):
     """A recurrent layer: every unit of its state feeds every other one a step later. It keeps its widths, and so does
-    what feeds it; what reads its output may still lose outputs of its own."""
+    what feeds it; what reads its output may still lose outputs of its own.
+
+    Exact: always, for nothing changes here.
+    Keeps: all of it.
+    """
 
     reason = "a recurrent layer keeps its widths, and those of its input"

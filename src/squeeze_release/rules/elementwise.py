@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..facts import Fact, compact, unknown, varying
+from ..facts import Fact, Span, compact, unknown, varying
 from .base import Facts, Op, Rule, blank, rule
 from .grouped import whole_rows
 
@@ -42,7 +42,11 @@ def numbers(argument: Any) -> Any:
 
 @rule(*UNARY)
 class Unary(Rule):
-    """y = f(x), element by element: a constant c becomes f(c)."""
+    """y = f(x), element by element: a constant c becomes f(c).
+
+    Exact: f(c) is computed by the op itself, in float64.
+    Keeps: everything where a bound is a tensor (clamp).
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         facts = list(op.facts())
@@ -58,7 +62,11 @@ class Unary(Rule):
 
 @rule(*IDENTITY)
 class Identity(Rule):
-    """y = x in eval mode. Casts between float types are identities here: verification lifts them to float64 too."""
+    """y = x in eval mode. Casts between float types are identities here: verification lifts them to float64 too.
+
+    Exact: up to the rounding of such a cast, which the original has as well.
+    Keeps: everything under a dropout that was exported in train mode; a cast to integers forgets constants.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, out = next(op.facts()), blank(op)
@@ -75,7 +83,11 @@ class Identity(Rule):
     "_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"
 )
 class Assertion(Rule):
-    """Checks that torch.export adds, in front of casts for one. They compute nothing."""
+    """Checks that torch.export adds, in front of casts for one. They compute nothing.
+
+    Exact: always.
+    Keeps: nothing.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         return None
@@ -88,6 +100,11 @@ class Combine(Rule):
     Along a dimension of size 1 an operand is read by all and binds nothing. An operand that has one of the dimensions
     over which the other's channels spread, and broadcasts over the rest, binds that index in all of them (`Grid`).
     An operand of fixed extent fixes the channels it meets. 0 * x = 0.
+    Constant: where all operands are, and where a factor is 0. 0 + x is x: a zero that meets a living channel stays.
+    Known: what is known up to shared functions (`rules/carriers.py`), and scaled or shifted by constants.
+    Exact: channels that meet go together or not at all, so what is left meets what it met before.
+    Keeps: channels that meet a fixed width, or a layout of channels that cannot be bound to theirs; under the paper's
+    rule sets, residual streams.
     """
 
     follow_numbers = True
@@ -103,7 +120,7 @@ class Combine(Rule):
             facts[1] = Fact(shape, layers, facts[1].value.reshape(shape), "param")
         layers = combine_layers(op, ctx, facts, out.shape)
         value = self._value(op, facts, out.shape) if self.follow_numbers else unknown(out.shape)
-        return Fact(out.shape, layers, value)
+        return Fact(out.shape, layers, value, span=scaled_span(op, facts, out.shape))
 
     def _value(self, op: Op, facts: list[Fact], shape: tuple[int, ...]) -> Tensor:
         values = [compact(f.value) for f in facts]
@@ -129,9 +146,40 @@ class Combine(Rule):
 
 @rule(*OPAQUE)
 class CombineOpaque(Combine):
-    """Elementwise by place; the numbers are not followed."""
+    """y = f(x, z) as above, for comparisons, `where` and the like: the numbers are not followed.
+
+    Exact: labels are merged as above.
+    Keeps: what it kept above; a constant that comes out is not known to be one.
+    """
 
     follow_numbers = False
+
+
+def scaled_span(op: Op, facts: list[Fact], shape: tuple[int, ...]) -> Span | None:
+    """Where a tensor that is known up to shared functions is scaled or shifted by constants, it is known still."""
+    kind = op.name.split(".")[1].rstrip("_")
+    known = [fact for fact in facts if fact.span is not None and fact.shape == shape]
+    arguments = list(op.given.values())[:2]
+    if kind not in ("add", "sub", "rsub", "mul", "div") or len(known) != 1 or len(arguments) < 2:
+        return None
+    if op.given.get("alpha", 1) != 1 or op.given.get("rounding_mode"):
+        return None
+    first = arguments[0] is known[0]
+    other = arguments[1] if first else arguments[0]
+    numbers = (
+        compact(other.value.reshape((1,) * (len(shape) - len(other.shape)) + other.shape))
+        if isinstance(other, Fact)
+        else other
+    )
+    assert known[0].span is not None
+    if kind == "mul":
+        return known[0].span.scaled(numbers, 0.0)
+    if kind == "div":
+        return known[0].span.scaled(1.0 / numbers, 0.0) if first else None
+    if kind == "add":
+        return known[0].span.scaled(1.0, numbers)
+    minus = 1.0 if first == (kind == "sub") else -1.0  # the sign of x: sub is x - other, rsub other - x
+    return known[0].span.scaled(minus, -minus * numbers)
 
 
 def combine_layers(op: Op, ctx: Analysis, facts: list[Fact], shape: tuple[int, ...]) -> tuple[Tensor, ...]:

@@ -21,7 +21,10 @@ _MOST_AMPLIFIED = 4e4  # a rounded constant minus its mean, divided by a small d
 
 
 class OverPositions(Rule):
-    """What both share: statistics over all positions, and a weight and a bias for every channel."""
+    """What both share: statistics over all positions, and a weight and a bias for every channel.
+
+    Keeps: channels that lie along a dimension of positions.
+    """
 
     def labels(self, op: Op, ctx: Analysis, parameters: tuple[str, ...]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """Labels of the channels, bound to those of the parameters; and the layers that the output has."""
@@ -43,8 +46,10 @@ class GroupNorm(OverPositions):
     Constant: y_k where g_k = 0, and a whole group if all of its x_k are constant.
     Need: all channels of a group of which one stays, constant or not. Whole groups go.
     Absorb: `num_groups` becomes the number of groups that are left.
-    Refuses where a function is called instead of an nn.GroupNorm, whose `num_groups` can be set; one group is a layer
-    norm over channels and positions, and goes as a whole or not at all.
+    Exact: a group that is left has the members it had. A group of constants is one only where centring it loses no
+    digits.
+    Keeps: parts of groups; everything where a function is called instead of an nn.GroupNorm, whose `num_groups` can be
+    set. A module with one group is a layer norm over channels and positions: see there.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -96,6 +101,8 @@ class InstanceNorm(OverPositions):
 
     mu_k and var_k are those of the channel's own positions, so a constant x_k gives b_k; or running statistics, then
     it is a batch norm. Constant too: y_k where g_k = 0. A channel goes when nothing reads it or it is constant.
+    Exact: no channel sees another one.
+    Keeps: a constant so large that its mean is not exact, for the deviation is divided by sqrt(eps) alone.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 @rule("embedding")
 class Embedding(Rule):
-    """y = W[i]. Columns are channels; a column that holds one number is a constant."""
+    """y = W[i]. Columns are channels; a column that holds one number is a constant.
+
+    Exact: a column is known for every index there is.
+    Keeps: its rows, for any of them may be looked up; everything where the weight is computed.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         name, out = op.param("weight"), blank(op)
@@ -39,7 +43,10 @@ class Embedding(Rule):
 class IndexSelect(Rule):
     """y_k = x_index[k]: output k is a unit of its own that reads one input.
 
-    Need: x_index[k] for every living k. Absorb: the stored indices follow what is left of x.
+    Need: x_index[k] for every living k.
+    Absorb: the stored indices follow what is left of x.
+    Exact: elements are moved and nothing else.
+    Keeps: everything where the index is computed; all of x where another op reads the same index.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -79,8 +86,9 @@ class IndexSelect(Rule):
 class Index(Rule):
     """y[i, k] = x[index[i], k]: positions are looked up, channels pass (relative position tables, the last token).
 
-    Constant: what is the same at every place that may be looked up. Channels along a dimension that is looked up stay,
-    and so does whatever the index is made of.
+    Constant: what is the same at every place that may be looked up.
+    Exact: channels that pass are not moved.
+    Keeps: channels along a dimension that is looked up, whatever the index is made of, and everything under a mask.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -117,8 +125,9 @@ def _masks(op: Op) -> bool:
 class SliceScatter(Rule):
     """x[a:b] = y, once torch.export has made it functional: x with a slice replaced. Labels that meet are merged.
 
-    Constant: nothing is known of the result. Only slices over channels or over positions of two plain tensors: where y
-    has a fixed width, what it replaces stays.
+    Constant: nothing is known of the result.
+    Exact: what meets goes together.
+    Keeps: what is replaced, where y has a fixed width; everything under a step, or where the slice is cut short.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:

@@ -29,6 +29,9 @@ class Matmul(Contraction):
     passes through the second product; and it does not see what all keys share, so a key channel that is the same for
     every token goes from the first. Where one side has a fixed width, the d stay, and of the other side whole heads may
     go.
+    Exact: where only scaling by one number, adding, and identities lie between the product and its softmax.
+    Keeps: constant keys and values where anything else lies between (a softcap, sinks, relu); vectors as operands; all
+    of a head where a batch dimension has a fixed width on the other side.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -132,7 +135,11 @@ class Matmul(Contraction):
 
 @rule("baddbmm")
 class AddedProduct(Matmul):
-    """y = m + a b: scores with their mask in one op. Refuses other factors than 1."""
+    """y = m + a b: scores with their mask in one op.
+
+    Exact: as the product, and what meets the mask is merged with it.
+    Keeps: everything under other factors than 1.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         mask, a, b, out = op.given["self"], op.given["batch1"], op.given["batch2"], blank(op)

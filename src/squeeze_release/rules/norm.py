@@ -39,7 +39,12 @@ def numbers(op: Op, argument: str, width: int, default: float) -> Tensor:
 
 @rule("batch_norm")
 class BatchNorm(Rule):
-    """Eval mode: y_k = g_k (x_k - m_k) / sqrt(v_k + eps) + b_k. A constant stays one; gamma 0 makes one."""
+    """Eval mode: y_k = g_k (x_k - m_k) / sqrt(v_k + eps) + b_k. A constant stays one; gamma 0 makes one.
+
+    Known: what was known of x_k up to shared functions is known of y_k, for it is scaled and shifted.
+    Exact: no channel sees another one.
+    Keeps: everything where it has no running statistics or is left in train mode.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         if op.given["training"] or op.given["running_mean"] is None:
@@ -52,7 +57,8 @@ class BatchNorm(Rule):
         offset = numbers(op, "bias", width, 0.0) - scale * numbers(op, "running_mean", width, 0.0)
         c = uniform(x.value, 1)
         value = torch.where(scale == 0, offset, scale * c + offset)
-        return Fact(x.shape, x.layers, vector(value, x.shape, 1))
+        span = x.span and x.span.scaled(vector(scale, x.shape, 1), vector(offset, x.shape, 1))
+        return Fact(x.shape, x.layers, vector(value, x.shape, 1), span=span)
 
 
 class Statistics(Rule):
@@ -60,11 +66,15 @@ class Statistics(Rule):
 
     Need: every x_k that is not constant; a constant x_k only if y_k is read and no carrier stands for it.
     Absorb: constants that go become numbers of a compensated norm.
-    Over one dimension of several that hold channels (qk-norm: each head alone) only whole heads go.
+    Exact: statistics of the removed channels are kept in float64, and do not depend on the input.
+    Keeps: every channel that varies; a constant where something that is not linear reads it behind the norm, or where
+    calls of one module see different ones. Over one of several dimensions that hold channels (qk-norm: each head
+    alone), all but whole heads.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, dim = op.given["x"], op.given["channel_dim"] % len(op.given["x"].shape)
+        summed = (dim, *(self._pin_positions(op, ctx, x) if op.given.get("positions") else ()))
         if any(len(varying(layer)) > 1 for layer in x.along(dim)):
             return self._each_head(op, ctx, x, dim)
         labels = contracted(op, ctx, x, dim)
@@ -72,14 +82,23 @@ class Statistics(Rule):
         c = uniform(x.value, dim)
         ctx.constants.setdefault(f"norm {op.module}", []).append(c)
         op.memo["labels"] = labels
-        layers = [*passed_on(x, (dim,)), *x.along(dim)] if labels is not None else passed_on(x, (dim,))
+        layers = [*passed_on(x, summed), *(x.along(dim) if labels is not None else ())]
         offset, *parts = (vector(numbers, x.shape, dim) for numbers in self.span(op, c))
         value = vector(self.constant(op, c), x.shape, dim)
         return Fact(x.shape, tuple(layers), value, span=Span(dim, offset, tuple(parts)))
 
     def norm(self, op: Op) -> Norm:
-        kind = "layer" if "layer_norm" in op.name else "rms"
-        return Norm(kind, op.given["channel_dim"], op.given["eps"], op.given.get("weight_offset", 0.0))
+        kind, given = "layer" if "layer_norm" in op.name else "rms", op.given
+        offset, positions = given.get("weight_offset", 0.0), given.get("positions", False)
+        return Norm(kind, given["channel_dim"], given["eps"], offset, positions)
+
+    def _pin_positions(self, op: Op, ctx: Analysis, x: Fact) -> tuple[int, ...]:
+        """What lies along positions enters the statistics too, and stays."""
+        positions = tuple(range(2, len(x.shape)))
+        for layer in x.layers:
+            if set(varying(layer)) & set(positions):
+                ctx.pin(layer, op, "enters the statistics of a norm over positions")
+        return positions
 
     def span(self, op: Op, c: Tensor) -> list[Tensor]:
         """What becomes of constants: an offset and the factors of what all channels share."""
@@ -113,11 +132,12 @@ class Statistics(Rule):
 
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         labels = op.memo.get("labels")
-        if labels is None or op not in ctx.wanted:
+        if labels is None or bool(live[labels].all()):
             return
-        gone = ~live[labels]
-        if bool(gone.any()):
-            plan.compensate(op.module, self.norm(op), ctx.agreed(f"norm {op.module}")[gone])
+        if op in ctx.wanted:
+            plan.compensate(op.module, self.norm(op), ctx.agreed(f"norm {op.module}")[~live[labels]])
+        else:  # nobody reads its numbers, but it runs
+            plan.unread_norms[op.module] = int(live[labels].sum())
 
 
 @rule("squeeze_release::layer_norm")
@@ -127,6 +147,8 @@ class LayerNorm(Statistics):
     Constant: y_k where g_k = 0, and everything if every x_k is constant.
     Known: a constant x_k = c gives y_k = b_k + g_k c / sigma - g_k mu / sigma, so two channels carry all of them.
     Absorb: count, mean and squared deviations of the constants that go (`CompensatedLayerNorm`).
+    Exact: (m var_A + M2 + (m K / C) (mu_A - m_R)^2) / C is the variance over all C = m + K channels; nothing cancels.
+    A group norm with one group is the same with mu and sigma over positions too (`CompensatedGroupNorm`).
     """
 
     def span(self, op: Op, c: Tensor) -> list[Tensor]:
@@ -152,6 +174,8 @@ class RMSNorm(Statistics):
     Constant: y_k where g_k = 0 or x_k = 0.
     Known: a constant x_k = c gives y_k = g_k c / rms, so one channel carries all of them.
     Absorb: count and squares of the constants that go (`CompensatedRMSNorm`).
+    Exact: sums of squares add up. A zero leaves without a carrier. Where eps depends on the dtype nothing else is
+    constant.
     """
 
     def span(self, op: Op, c: Tensor) -> list[Tensor]:
@@ -173,13 +197,21 @@ class RMSNorm(Statistics):
 
 @rule("layer_norm", "native_layer_norm")
 class InlineLayerNorm(Rule):
-    """A layer norm that is called as a function cannot be swapped for a compensated one."""
+    """A layer norm that is called as a function cannot be swapped for a compensated one.
+
+    Exact: always, for nothing changes here.
+    Keeps: all its channels; an nn.LayerNorm would let them go.
+    """
 
     reason = "layer_norm called as a function inside a larger forward; make it an nn.LayerNorm to let channels go"
 
 
 @rule("rms_norm")
 class InlineRMSNorm(Rule):
-    """An RMS norm that is called as a function cannot be swapped for a compensated one."""
+    """An RMS norm that is called as a function cannot be swapped for a compensated one.
+
+    Exact: always, for nothing changes here.
+    Keeps: all its channels; an nn.RMSNorm would let them go.
+    """
 
     reason = "rms_norm called as a function inside a larger forward; make it an nn.RMSNorm to let channels go"

@@ -24,7 +24,9 @@ def is_part(op: Op) -> bool:
 def forward(op: Op, ctx: Analysis) -> Facts:
     """y = W x + b where W and b are rows of larger parameters: bound to their labels, so they are sliced with them.
 
-    Constant: y_j, where every x_k with W_jk != 0 is constant. Nothing is folded, for the bias is a part too.
+    Constant: y_j, where every x_k with W_jk != 0 is constant.
+    Exact: rows go with the rows of the parameter they are cut from.
+    Keeps: a constant that is not 0 and is read: nothing is folded, for the bias is a part too.
     """
     x, weight, bias, out = op.given["input"], op.given["weight"], op.given.get("bias"), blank(op)
     assert isinstance(out, Fact)

@@ -51,7 +51,13 @@ def keep_uniform(value: Tensor, dims: tuple[int, ...]) -> Tensor:
 )
 class Pool(Rule):
     """Windows over the trailing dimensions. A constant stays itself, but average pooling that counts its zero padding
-    (or divides by a number of its own) keeps only 0."""
+    (or divides by a number of its own) keeps only 0.
+
+    Known: there, a constant times a function of the position that all channels share (`rules/carriers.py`). What was
+    known in this sense is known of its average too.
+    Exact: no channel sees another one.
+    Keeps: channels along a dimension that a window slides over.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, outs = next(op.facts()), blank(op)
@@ -108,6 +114,9 @@ class Reduce(Rule):
 
     Where channels spread over several dimensions and only some of those are summed over (split attention over its
     radix, the mean of each group of channels), those that enter one sum go together.
+    Exact: over positions no channel sees another one.
+    Keeps: all channels that are summed over, a softmax over channels included; what has several outputs (`max.dim`).
+    Other numbers than those of mean, amax and amin are not followed.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:

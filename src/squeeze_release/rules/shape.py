@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..facts import Fact, collapse, compact, scaled_one, varying
+from ..facts import Fact, Span, collapse, compact, known_offset, scaled_one, varying
 from ..labels import Live
 from .base import Facts, Op, Rule, blank, rule
 from .elementwise import combine_layers
@@ -26,7 +26,12 @@ swapdims mT expand_as view_as reshape_as numpy_T repeat tile repeat_interleave.s
 
 
 class Move(Rule):
-    """One tensor in, its elements moved. What stays must stay rectangular along every new dimension (`Grid`)."""
+    """One tensor in, its elements moved. What stays must stay rectangular along every new dimension (`Grid`).
+
+    Exact: the op itself is run on labels and constants. Whether its sizes follow the new widths is tried (`follow.py`).
+    Keeps: channels of which every n-th is taken, or that end up alone along a dimension; positions of a parameter that
+    is cut, for other inputs may reach further.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x = self._source(op, ctx, next(op.facts()))
@@ -129,7 +134,11 @@ def _apart(op: Op, ctx: Analysis, layers: list[Tensor]) -> list[Tensor]:
 
 @rule("unbind", "chunk", "split.Tensor", "split_with_sizes", "tensor_split.sections")
 class Pieces(Rule):
-    """One tensor in, several out. Equal pieces of one row of channels must stay equally long."""
+    """One tensor in, several out. Equal pieces of one row of channels must stay equally long.
+
+    Exact: the op itself is run on labels and constants.
+    Keeps: a piece of one channel; of equal pieces, what makes them equally long.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x = next(op.facts())
@@ -159,7 +168,12 @@ class Pieces(Rule):
 
 @rule("cat", "concat", "concatenate")
 class Cat(Rule):
-    """Along the dimension of the concat, labels stand side by side; along the others they meet and are merged."""
+    """Along the dimension of the concat, labels stand side by side; along the others they meet and are merged.
+
+    Known: each piece up to functions of its own, which the others have none of (`rules/carriers.py`).
+    Exact: a channel that goes, goes from its own piece.
+    Keeps: pieces of fixed width.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         out = blank(op)
@@ -184,7 +198,25 @@ class Cat(Rule):
         layers += self._side_by_side(op, ctx, facts, dim, out.shape)
         value = collapse(self._cat([fact.value for fact in facts], dim).expand(out.shape))
         source = facts[0].source if len({fact.source for fact in facts}) == 1 else "activation"
-        return Fact(out.shape, tuple(layers), value, source)
+        return Fact(out.shape, tuple(layers), value, source, self._span(facts, dim, out.shape))
+
+    def _span(self, facts: list[Fact], dim: int, shape: tuple[int, ...]) -> Span | None:
+        """Side by side along the channels, each piece brings functions of its own, which the others have none of."""
+        if not any(fact.span for fact in facts) or any(fact.span and fact.span.dim != dim for fact in facts):
+            return None
+
+        def joined(column: list[Tensor]) -> Tensor:
+            return collapse(
+                self._cat([t.expand(f.shape) for t, f in zip(column, facts, strict=True)], dim).expand(shape)
+            )
+
+        none = torch.zeros((1,) * len(shape), dtype=torch.float64)
+        parts = [
+            joined([part if other == place else none for other in range(len(facts))])
+            for place, fact in enumerate(facts)
+            for part in (fact.span.parts if fact.span else ())
+        ]
+        return Span(dim, joined([known_offset(fact) for fact in facts]), tuple(parts))
 
     @staticmethod
     def _one(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
@@ -222,7 +254,11 @@ class Cat(Rule):
 
 @rule("stack")
 class Stack(Rule):
-    """Labels of the parts stand side by side along the new dimension."""
+    """Labels of the parts stand side by side along the new dimension.
+
+    Exact: what stays is rectangular (`Grid`): the parts lose equally many channels each.
+    Keeps: everything where the parts carry channels along different dimensions.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         facts = list(op.facts())
@@ -244,7 +280,11 @@ class Stack(Rule):
 
 @rule("roll", "flip")
 class Turn(Rule):
-    """Turned over positions, channels pass; turned over channels, their order is fixed."""
+    """Turned over positions, channels pass; turned over channels, their order is fixed.
+
+    Exact: no channel sees another one.
+    Keeps: channels that are turned over.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x = next(op.facts())
@@ -264,6 +304,9 @@ class Pad(Rule):
     """Zero padding keeps only the constant it pads with; reflect, replicate and circular padding keep any.
 
     Channels that are padded (the shortcut of a ResNet for CIFAR) stand beside constants of fixed width.
+    Known: behind zero padding a constant times the padded 1 (`rules/carriers.py`).
+    Exact: the numbers that are padded with are constants of the op.
+    Keeps: the pads themselves; all channels where they are cut, or padded together with positions, or reflected.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -276,11 +319,19 @@ class Pad(Rule):
             return self._beside(op, ctx, x, out, moved) if constant else super().forward(op, ctx)
         layers = tuple(compact(layer).expand(out.shape) for layer in x.layers)
         value, span = keep_uniform(x.value, tuple(moved)), None
-        if constant and any(pad > 0 for pad in pads):
+        if constant and min(pads) >= 0:  # 0 for 0: code that pads to a multiple may add something at another resolution
             filled = op.given.get("value") or 0.0
             span = None if filled else scaled_one(value.expand(out.shape), layers)
             value = torch.where(value == filled, value, torch.nan)
+        if constant and x.span is not None and min(pads) >= 0 and not op.given.get("value"):
+            span = self._padded(x, x.span, tuple(moved), out.shape)
         return Fact(out.shape, layers, value.expand(out.shape), span=span)
+
+    @staticmethod
+    def _padded(x: Fact, span: Span, moved: tuple[int, ...], shape: tuple[int, ...]) -> Span:
+        """What was known up to functions of the position still is: the padded 1 is one more."""
+        offset, *parts = (keep_uniform(t, moved).expand(shape) for t in (known_offset(x), *span.parts))
+        return Span(span.dim, torch.where(offset.isnan(), offset, 0.0), (offset, *parts))
 
     def _beside(self, op: Op, ctx: Analysis, x: Fact, out: Fact, moved: set[int]) -> Facts:
         """Padded along channels and nothing else: a concat with pieces that hold one number."""

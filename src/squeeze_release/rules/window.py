@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 @rule("unfold")
 class Unfold(Move):
-    """`x.unfold(dim, size, step)`: windows over positions; channels pass. Windows over channels keep them all."""
+    """`x.unfold(dim, size, step)`: windows over positions; channels pass.
+
+    Exact: elements are moved and nothing else.
+    Keeps: channels that a window slides over.
+    """
 
     def _source(self, op: Op, ctx: Analysis, x: Fact) -> Fact:
         dim = op.given["dimension"] % len(x.shape)
@@ -27,7 +31,11 @@ class Unfold(Move):
 
 
 class Blocks(Rule):
-    """Channels (dimension -3 of an image, or its stand-in) that become blocks of channels, or the other way round."""
+    """Channels (dimension -3 of an image, or its stand-in) that become blocks of channels, or the other way round.
+
+    Exact: elements are moved, or summed within a channel.
+    Keeps: positions that carry channels.
+    """
 
     def channels(self, op: Op, ctx: Analysis, x: Fact, dim: int) -> Tensor | None:
         """Labels along the channel dimension; positions that carry labels stay as they are."""
@@ -87,7 +95,11 @@ class Gather(Blocks):
 
 @rule("channel_shuffle", "native_channel_shuffle")
 class ChannelShuffle(Rule):
-    """Channels in a table of groups, read column by column: the same columns leave every group."""
+    """Channels in a table of groups, read column by column: the same columns leave every group.
+
+    Exact: then the shuffle of what is left is what is left of the shuffle.
+    Keeps: a column of which one group needs its channel. Whole groups stay, for their number is an argument.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, groups = next(op.facts()), op.given["groups"]
@@ -106,7 +118,11 @@ def _shuffled(t: Tensor, groups: int) -> Tensor:
 
 @rule("glu")
 class Glu(Rule):
-    """y_k = a_k sigmoid(b_k), a and b the halves of x: a_k and b_k go together. Constant where both are, or a_k = 0."""
+    """y_k = a_k sigmoid(b_k), a and b the halves of x: a_k and b_k go together. Constant where both are, or a_k = 0.
+
+    Exact: the halves stay equally long, so the op cuts where it cut before.
+    Keeps: both, where one of them is needed.
+    """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         x, out = next(op.facts()), blank(op)
