@@ -319,7 +319,7 @@ class Pad(Rule):
             return self._beside(op, ctx, x, out, moved) if constant else super().forward(op, ctx)
         layers = tuple(compact(layer).expand(out.shape) for layer in x.layers)
         value, span = keep_uniform(x.value, tuple(moved)), None
-        if constant and min(pads) >= 0:  # 0 for 0: code that pads to a multiple may add something at another resolution
+        if constant and max(pads) >= 0:  # 0 too: code that pads to a multiple may add something at another resolution
             filled = op.given.get("value") or 0.0
             span = None if filled else scaled_one(value.expand(out.shape), layers)
             value = torch.where(value == filled, value, torch.nan)
