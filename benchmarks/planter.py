@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from attentions import PROJECTION, Attention, find_attentions, is_rotary
 from blocks import choose_blocks
-from noise import add_noise, scale_at_rest
+from noise import add_noise, calibrate, scale_at_rest
 from observe import Call, Observation, observe
 from torch import Tensor, nn
 
@@ -72,6 +72,7 @@ def plant(model: nn.Module, call: Call, seed: int) -> Plants:
     """Kill units of a float64 model in place."""
     generator = torch.Generator().manual_seed(seed)
     add_noise(model, generator)
+    calibrate(model, call, generator)
     base = observe(model, call)
     masked = any("mask" in name for name in call[1])
     garden = Garden(model, base, generator, zero_read_norms=seed % 2 == 1, masked=masked)
@@ -336,7 +337,7 @@ class Garden:
             return True
         changed = False
         for kept, dead in (
-            (self.rows, {n: ~live for n, live in seen.live_out.items()}),
+            (self.rows, self._dead_rows(seen)),
             (self.columns, seen.dead_in),
             (self.scales, seen.constant_in),
             (self.entries, {n: ~live for n, live in seen.free_live.items()}),
@@ -353,6 +354,14 @@ class Garden:
                 self.groups += [group.otherwise] if group.otherwise and group.with_ not in names else []
                 changed = True
         return changed
+
+    def _dead_rows(self, seen: Observation) -> dict[str, Tensor]:
+        """Of leaves that share a weight, what is dead in all."""
+        alike: dict[int, list[str]] = {}
+        for name, leaf in self.leaves.items():
+            if leaf.kind != "recurrent":
+                alike.setdefault(id(leaf.weight) + leaf.rows, []).append(name)
+        return {n: ~torch.stack([seen.live_out[m] for m in mates]).any(0) for mates in alike.values() for n in mates}
 
     def _is_dead(self, group: Group, seen: Observation) -> bool:
         rows = group.unread or group.zero
@@ -384,9 +393,9 @@ class Garden:
         tied = {name: first[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
         total: dict[str, Tensor] = {}
         for name, mask in masks.items():
-            if name in tied and bool(mask.any()):
-                total[tied[name]] = total.get(tied[name], torch.zeros_like(mask)) | mask
-        return Plants(total, self._kinds())
+            if name in tied:  # what several share is dead where all of them say so
+                total[tied[name]] = total[tied[name]] & mask if tied[name] in total else mask
+        return Plants({name: mask for name, mask in total.items() if bool(mask.any())}, self._kinds())
 
     def _kinds(self) -> list[str]:
         alive = [name for name, rows in self.rows.items() if bool(rows.any())]
