@@ -75,6 +75,8 @@ def attack_single(case: Case) -> None:
 
 def attack_all(case: Case, seed: int) -> Counter[str]:
     """The plain squeeze always, the rest now and then, as the seed says."""
+    if only_rounding(case):
+        return Counter({"output is rounding": 1})
     pick = random.Random(seed + 1)
     options: dict[str, Any] = {}
     if pick.random() < 0.15:
@@ -87,6 +89,13 @@ def attack_all(case: Case, seed: int) -> Counter[str]:
     if pick.random() < 0.1:
         attack_single(case)
     return tally
+
+
+@torch.no_grad()
+def only_rounding(case: Case) -> bool:
+    """Whether an output is 0 but for rounding, as the mean of a normalised channel is: nothing to compare with."""
+    sizes = [float(out.abs().max()) for call in case.calls for out in tensors(case.model(*call))]
+    return any(0 < size < 1e-12 for size in sizes)
 
 
 def _squeeze(case: Case, **options: Any) -> sr.Squeezed:

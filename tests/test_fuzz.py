@@ -114,6 +114,23 @@ def unread_rms_norm_without_weights() -> Case:
     return unread_norm(nn.RMSNorm(5, elementwise_affine=False))
 
 
+def depthwise_carrier_in_a_body_called_twice() -> Case:
+    """One constant channel stands for three under the filters, which are scaled for it once and not once a call."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 3, padding=1, groups=6))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.body(x), self.body(x.tanh())
+
+    model = Twice().double()
+    with torch.no_grad():
+        model.body[0].weight[3:] = 0
+    return Case(model, torch.randn(2, 3, 5, 5).double(), "once wrong")
+
+
 FOUND: list[Callable[[], Case]] = [
     constant_function_after_batch_norm,
     class_token_and_a_constant_head,
@@ -125,6 +142,7 @@ FOUND: list[Callable[[], Case]] = [
     two_gates_on_a_model_input,
     unread_layer_norm_without_weights,
     unread_rms_norm_without_weights,
+    depthwise_carrier_in_a_body_called_twice,
 ]
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
-from check import check, noisy
+from check import check, close, noisy
 from nets import Net, dead, rand, reasons, unread
-from torch import nn
+from torch import Tensor, nn
+
+import squeeze_release as sr
 
 
 def around(code, width: int = 6, out: int | None = None) -> Net:
@@ -376,3 +380,39 @@ def test_an_empty_slice_of_heads_in_a_concat():
     check(net, rand(2, 5, 8), golden={"fc.out_features": 8, "out.in_features": 8})
     unread(net.out, 0, 1)  # two of one head: the others stay as wide
     check(net, rand(2, 5, 8), golden={"fc.out_features": 8})
+
+
+def normed(move: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Constants go through a norm, are moved, and are read: two carriers do for five of them."""
+    net = Net(
+        lambda s, x: s.out(move(s.norm(s.lin(x)))), lin=nn.Linear(4, 9), norm=nn.LayerNorm(9), out=nn.Linear(9, 3)
+    )
+    dead(noisy(net).lin, 1, 3, 4, 6, 8)  # type: ignore[arg-type]
+    return net
+
+
+@pytest.mark.parametrize(
+    ("move", "width"),
+    [
+        (lambda x: x.roll(1, 1), 6),
+        (lambda x: F.pad(x, (0, 0, 0, -x.size(1) % 5)), 7),
+        (lambda x: F.pad(x, (0, 0, 1, 1)), 7),
+    ],
+)
+def test_constants_behind_a_norm_pass_shifted_windows(move, width):
+    """Padding is one more function of the position, which takes a carrier more: also where this input needs none."""
+    net = normed(move)
+    small = check(net, rand(3, 5, 4), golden={"lin.out_features": width, "norm": sr.CompensatedLayerNorm}).model
+    close(small(x := rand(2, 7, 4)), net(x))
+
+
+@pytest.mark.parametrize("move", [lambda x: x.roll(1, -1), lambda x: F.pad(x, (0, 0, 0, 1), mode="replicate")])
+def test_constants_behind_a_norm_stay_where_channels_roll_or_positions_are_copied(move):
+    check(normed(move), rand(3, 5, 4), golden={"lin.out_features": 9, "norm": nn.LayerNorm})
+
+
+def test_a_constant_is_none_where_another_length_is_padded():
+    net = around(lambda x: F.pad(x, (0, 0, 0, -x.size(1) % 5)))
+    dead(net.lin, 1, 3, 4)
+    small = check(net, rand(3, 5, 4), golden={"lin.out_features": 4}).model  # one of three carries the others
+    close(small(x := rand(2, 7, 4)), net(x))

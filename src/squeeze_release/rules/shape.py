@@ -319,11 +319,19 @@ class Pad(Rule):
             return self._beside(op, ctx, x, out, moved) if constant else super().forward(op, ctx)
         layers = tuple(compact(layer).expand(out.shape) for layer in x.layers)
         value, span = keep_uniform(x.value, tuple(moved)), None
-        if constant and any(pad > 0 for pad in pads):
+        if constant and max(pads) >= 0:  # 0 too: code that pads to a multiple may add something at another resolution
             filled = op.given.get("value") or 0.0
             span = None if filled else scaled_one(value.expand(out.shape), layers)
             value = torch.where(value == filled, value, torch.nan)
+        if constant and x.span is not None and min(pads) >= 0 and not op.given.get("value"):
+            span = self._padded(x, x.span, tuple(moved), out.shape)
         return Fact(out.shape, layers, value.expand(out.shape), span=span)
+
+    @staticmethod
+    def _padded(x: Fact, span: Span, moved: tuple[int, ...], shape: tuple[int, ...]) -> Span:
+        """What was known up to functions of the position still is: the padded 1 is one more."""
+        offset, *parts = (keep_uniform(t, moved).expand(shape) for t in (known_offset(x), *span.parts))
+        return Span(span.dim, torch.where(offset.isnan(), offset, 0.0), (offset, *parts))
 
     def _beside(self, op: Op, ctx: Analysis, x: Fact, out: Fact, moved: set[int]) -> Facts:
         """Padded along channels and nothing else: a concat with pieces that hold one number."""
