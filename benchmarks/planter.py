@@ -76,8 +76,7 @@ def plant(model: nn.Module, call: Call, seed: int) -> Plants:
     base = observe(model, call)
     masked = any("mask" in name for name in call[1])
     garden = Garden(model, base, generator, zero_read_norms=seed % 2 == 1, masked=masked)
-    seen = garden.grow(call)
-    return garden.harvest(base, seen)
+    return garden.harvest(base, garden.grow(call))
 
 
 class Garden:
@@ -98,7 +97,6 @@ class Garden:
         self.scales: dict[str, Tensor] = {}
         self.entries: dict[str, Tensor] = {}
         self.groups: list[Group] = []
-        self.blocks: dict[str, list[str]] = {}  # prefix -> leaves whose weight is 0
         self.silent: set[str] = set()  # leaves whose dead rows have no bias either
         self.explicit: dict[str, Tensor] = {}
         self.chunks = self._chunks()
@@ -173,10 +171,6 @@ class Garden:
             mask = self._along_width(buffer) if buffer.is_floating_point() and "pos" in name else None
             if mask is not None:
                 self.entries[name] = mask
-
-    def silence_values(self) -> None:
-        for group in self.groups:
-            group.bias_too |= group.kind in ("v", "head")
 
     def _shuffled(self, name: str, which: re.Pattern[str]) -> bool:
         return bool(_SHUFFLED.search(type(self.model).__name__) and which.search(name))
@@ -401,8 +395,6 @@ class Garden:
         alive = [name for name, rows in self.rows.items() if bool(rows.any())]
         kinds = {"inner" if _INNER.search(name) else "stream" for name in alive}
         kinds |= {group.kind for group in self.groups}
-        outs = {found.out for found in self.attentions}
-        kinds |= {"head" if name in outs else "read" for name, columns in self.columns.items() if bool(columns.any())}
-        kinds |= {"head"} if self.explicit else set()
-        kinds |= {"block"} if self.blocks else set()
-        return sorted(kinds)
+        columns = [name for name, columns in self.columns.items() if bool(columns.any())]
+        kinds |= {"head" if name in {found.out for found in self.attentions} else "read" for name in columns}
+        return sorted(kinds | ({"head"} if self.explicit else set()) | ({"block"} if self.blocks else set()))
