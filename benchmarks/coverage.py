@@ -183,8 +183,8 @@ def compare(old: Any, new: Any, call: Any) -> float:
         if a.shape != b.shape or a.dtype != b.dtype or not bool(torch.isfinite(a).all()):
             return float("inf")
         if a.is_floating_point():  # against how much the output varies: a large bias must not hide an error
-            scale = (a - a.mean(0)).abs().max() if a.dim() else a.abs()
-            worst = max(worst, float((a - b).abs().max() / scale.clamp(min=1e-6)))
+            spread = (a - a.mean(0)).abs().max() if a.dim() else a.abs()
+            worst = max(worst, float((a - b).abs().max() / torch.maximum(spread, 1e-4 * a.abs().max()).clamp(min=1e-6)))
         elif bool((a != b).any()):
             return float("inf")
     return worst
@@ -212,11 +212,8 @@ def child(name: str, seed: int, result: str, zoo: str = ZOO) -> None:
         row.seed, row.source = seed, source()
     row.total_seconds = round(time.perf_counter() - started, 1)
     row.peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    text = json.dumps(asdict(row))
-    if result:
-        Path(result).write_text(text)
-    else:
-        print(json.dumps(asdict(row), indent=1))
+    text = json.dumps(asdict(row), indent=1)
+    print(text) if not result else Path(result).write_text(text)
 
 
 def entries(file: str) -> list[Any]:
@@ -363,17 +360,14 @@ def run(args: argparse.Namespace) -> int:
                         known[row.model] = row
                         write_rows(out, [known[e.name] for e in every if e.name in known])
                         progress.advance(task)
-                        progress.console.print(summary(row))
+                        progress.console.print(
+                            f"{row.model:36} {row.status:12} {row.ratio:<7} {row.total_seconds:>6} s  {row.reason}"
+                        )
         finally:
             for job in running:
                 os.killpg(job.process.pid, signal.SIGKILL)
     bad = [row for row in known.values() if row.status.startswith("wrong")]
     return 1 if bad else 0
-
-
-def summary(row: Row) -> str:
-    removed = f"{100 * row.removed:.1f}% of planted" if row.ratio != "" else ""
-    return f"{row.model:36} {row.status:12} {removed:20} {row.total_seconds:>6} s  {row.reason}"
 
 
 def main(argv: list[str] | None = None) -> int:

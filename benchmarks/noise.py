@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @torch.no_grad()
@@ -37,6 +41,26 @@ def add_noise(model: nn.Module, generator: torch.Generator) -> None:
         elif tensor.dim() >= 2 and is_parameter and own == "weight":
             gain = float(tensor.std()) * tensor[0].numel() ** 0.5
             tensor.mul_(1 / gain if gain < 0.5 else 1.0)  # else the output is little more than its bias
+
+
+@torch.no_grad()
+def calibrate(model: nn.Module, call: Call, generator: torch.Generator) -> None:
+    """Statistics of batch norms near those of the data, so that the input is not lost on its way to the output."""
+
+    def measure(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if module.running_mean is not None and module.running_var is not None:
+            rows = args[0].movedim(1, 0).flatten(1)
+            factor = 0.7 + 0.6 * torch.rand(len(rows), generator=generator, dtype=rows.dtype)
+            module.running_var.copy_(rows.var(1).clamp(min=1e-3) * factor)
+            shift = 0.3 * torch.randn(len(rows), generator=generator, dtype=rows.dtype)
+            module.running_mean.copy_(rows.mean(1) + shift * module.running_var.sqrt())
+
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    hooks = [norm.register_forward_pre_hook(measure) for norm in norms]
+    model(*call[0], **call[1])
+    for hook in hooks:
+        hook.remove()
 
 
 def scale_at_rest(model: nn.Module, parameter: str) -> float:

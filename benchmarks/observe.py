@@ -1,8 +1,7 @@
 """Which entries of which parameters are dead, found by running the model; nothing here knows the analysis under test.
 
 A *leaf* is a module that mixes or normalises channels: Linear, convolution, norm, embedding. All code between leaves is
-glue. Three runs in float64, with saturating activations replaced by the identity (a ReLU that happens to be off is not
-dead):
+glue. Three runs in float64, with saturating activations replaced by asinh (a ReLU that happens to be off is not dead):
 
     as it is    which channels are one number at every sample and position, at the input and output of each leaf
     cut         every leaf returns noise, so that gradients show what each leaf's output *directly* feeds. A channel is
@@ -50,7 +49,7 @@ class _Smooth(Float64):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SATURATING:
-            return args[0] if args else (kwargs or {})["input"]
+            return torch.asinh(args[0] if args else (kwargs or {})["input"])
         if func is F.linear:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
             self.used.add(id(given["weight"]))

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from attentions import PROJECTION, Attention, find_attentions, is_rotary
 from blocks import choose_blocks
-from noise import add_noise, scale_at_rest
+from noise import add_noise, calibrate, scale_at_rest
 from observe import Call, Observation, observe
 from torch import Tensor, nn
 
@@ -72,11 +72,11 @@ def plant(model: nn.Module, call: Call, seed: int) -> Plants:
     """Kill units of a float64 model in place."""
     generator = torch.Generator().manual_seed(seed)
     add_noise(model, generator)
+    calibrate(model, call, generator)
     base = observe(model, call)
     masked = any("mask" in name for name in call[1])
     garden = Garden(model, base, generator, zero_read_norms=seed % 2 == 1, masked=masked)
-    seen = garden.grow(call)
-    return garden.harvest(base, seen)
+    return garden.harvest(base, garden.grow(call))
 
 
 class Garden:
@@ -97,7 +97,6 @@ class Garden:
         self.scales: dict[str, Tensor] = {}
         self.entries: dict[str, Tensor] = {}
         self.groups: list[Group] = []
-        self.blocks: dict[str, list[str]] = {}  # prefix -> leaves whose weight is 0
         self.silent: set[str] = set()  # leaves whose dead rows have no bias either
         self.explicit: dict[str, Tensor] = {}
         self.chunks = self._chunks()
@@ -172,10 +171,6 @@ class Garden:
             mask = self._along_width(buffer) if buffer.is_floating_point() and "pos" in name else None
             if mask is not None:
                 self.entries[name] = mask
-
-    def silence_values(self) -> None:
-        for group in self.groups:
-            group.bias_too |= group.kind in ("v", "head")
 
     def _shuffled(self, name: str, which: re.Pattern[str]) -> bool:
         return bool(_SHUFFLED.search(type(self.model).__name__) and which.search(name))
@@ -336,7 +331,7 @@ class Garden:
             return True
         changed = False
         for kept, dead in (
-            (self.rows, {n: ~live for n, live in seen.live_out.items()}),
+            (self.rows, self._dead_rows(seen)),
             (self.columns, seen.dead_in),
             (self.scales, seen.constant_in),
             (self.entries, {n: ~live for n, live in seen.free_live.items()}),
@@ -353,6 +348,14 @@ class Garden:
                 self.groups += [group.otherwise] if group.otherwise and group.with_ not in names else []
                 changed = True
         return changed
+
+    def _dead_rows(self, seen: Observation) -> dict[str, Tensor]:
+        """Of leaves that share a weight, what is dead in all."""
+        alike: dict[int, list[str]] = {}
+        for name, leaf in self.leaves.items():
+            if leaf.kind != "recurrent":
+                alike.setdefault(id(leaf.weight) + leaf.rows, []).append(name)
+        return {n: ~torch.stack([seen.live_out[m] for m in mates]).any(0) for mates in alike.values() for n in mates}
 
     def _is_dead(self, group: Group, seen: Observation) -> bool:
         rows = group.unread or group.zero
@@ -384,16 +387,14 @@ class Garden:
         tied = {name: first[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
         total: dict[str, Tensor] = {}
         for name, mask in masks.items():
-            if name in tied and bool(mask.any()):
-                total[tied[name]] = total.get(tied[name], torch.zeros_like(mask)) | mask
-        return Plants(total, self._kinds())
+            if name in tied:  # what several share is dead where all of them say so
+                total[tied[name]] = total[tied[name]] & mask if tied[name] in total else mask
+        return Plants({name: mask for name, mask in total.items() if bool(mask.any())}, self._kinds())
 
     def _kinds(self) -> list[str]:
         alive = [name for name, rows in self.rows.items() if bool(rows.any())]
         kinds = {"inner" if _INNER.search(name) else "stream" for name in alive}
         kinds |= {group.kind for group in self.groups}
-        outs = {found.out for found in self.attentions}
-        kinds |= {"head" if name in outs else "read" for name, columns in self.columns.items() if bool(columns.any())}
-        kinds |= {"head"} if self.explicit else set()
-        kinds |= {"block"} if self.blocks else set()
-        return sorted(kinds)
+        columns = [name for name, columns in self.columns.items() if bool(columns.any())]
+        kinds |= {"head" if name in {found.out for found in self.attentions} else "read" for name in columns}
+        return sorted(kinds | ({"head"} if self.explicit else set()) | ({"block"} if self.blocks else set()))
