@@ -16,8 +16,11 @@ from torch import Tensor, fx, nn
 from .facts import Fact, compact, uniform, varying
 from .modules import Passthrough
 from .rules import RULES, Op
+from .rules.affine import Convolution
 from .rules.elementwise import Identity, Unary
 from .rules.pool import Pool, Reduce
+from .rules.shape import Pad
+from .rules.window import Blocks
 
 if TYPE_CHECKING:
     from .analyse import Analysis
@@ -171,6 +174,8 @@ def _unread(border: Borders, name: str, replaced: dict[str, Replacement]) -> Rep
         return None
     if call.shape_in != call.shape_out and not _only_width_differs(call.shape_in, op):
         return None
+    if not _keeps_positions(border, name):
+        return None
     if _widthless(border, node, replaced):
         return Replacement("passthrough", outputs=call.outputs)
     return _by_channel("constant", torch.zeros((), dtype=torch.float64).expand(op.out.shape), call, op)
@@ -221,7 +226,23 @@ def _replacement(border: Borders, name: str, module: nn.Module) -> Replacement |
         if shift is not None:
             return _by_channel("shift", shift, call, border.ops[node])
     op = border.ops.get(node)
-    return _by_channel("constant", op.out.value, call, op) if op is not None and isinstance(op.out, Fact) else None
+    if op is None or not isinstance(op.out, Fact) or not _keeps_positions(border, name):
+        return None
+    return _by_channel("constant", op.out.value, call, op)
+
+
+def _keeps_positions(border: Borders, name: str) -> bool:
+    """Whether as many positions come out as go in at every resolution: what strides down and up again may lose some."""
+    for op in (border.ops[node] for node in border.inner.get(name, ()) if node in border.ops):
+        x, steps = next(op.facts(), None), op.given.get("stride") or op.given.get("kernel_size") or ()
+        if any(step > 1 for step in (steps if isinstance(steps, (list, tuple)) else [steps])):
+            return False
+        if not isinstance(RULES.get(op.node.target), (Convolution, Pad, Pool, Blocks)) or x is None:
+            continue
+        resized = any(out.shape[2:] != x.shape[2:] for out in op.outputs()) or op.given.get("output_size")
+        if resized and any(size > 1 for out in op.outputs() for size in out.shape[2:]):
+            return False
+    return True
 
 
 def _by_channel(kind: str, value: Tensor, call: ModuleCall, op: Op) -> Replacement | None:
@@ -229,10 +250,8 @@ def _by_channel(kind: str, value: Tensor, call: ModuleCall, op: Op) -> Replaceme
     shape_in, out = call.shape_in, op.out
     if not isinstance(out, Fact) or shape_in is None:
         return None
-    rank = len(out.shape)
-    for dim in sorted(
-        (-1, 1), key=lambda dim: rank > 2 and not out.along(dim)
-    ):  # where the channels are, if that is known
+    rank, affine = len(out.shape), op.memo.get("geometry")
+    for dim in (-1, 1):
         if len(shape_in) != rank or rank < (1 if dim == -1 else 3):
             continue
         if shape_in != out.shape and not _only_width_differs(shape_in, op):
@@ -243,6 +262,9 @@ def _by_channel(kind: str, value: Tensor, call: ModuleCall, op: Op) -> Replaceme
         if not bool(numbers.isnan().any()):
             if kind == "shift" and not bool(numbers.any()):
                 return Replacement("passthrough", outputs=call.outputs)
+            written = affine is not None and affine.channel % rank == dim % rank
+            if rank > 2 and not out.along(dim) and not written:
+                continue  # these may be positions, of which there are others at another resolution
             return Replacement(kind, numbers.clone(), dim, _channel_labels(out, dim), call.outputs)
     return None
 
