@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -37,9 +37,12 @@ class Attention:
     v: str = ""
     out: str = ""
     normed: bool = False
-    derived: bool = (
-        False  # no attribute holds the size of a head: the code divides the width of the stream by the heads
-    )
+    over_channels: bool = False  # it is channels that attend to channels
+    derived: bool = False  # the code takes the stream to be as wide as all heads together
+
+    @property
+    def size(self) -> int:
+        return self.width // self.heads
 
     @property
     def packed(self) -> bool:
@@ -97,15 +100,15 @@ def _attention(
     width = leaves[out].inputs if out else value_width
     if rest or width % heads or value_width % (width // heads):
         return None
-    if len(sharing) == 3 and value_width != width:  # q and k of another width than v: the leaf has no equal thirds
-        return None
     if len(sharing) > 1 and value_width != width:  # q, k and v are not equally wide: where each begins is not known
         parts, value_width = dict.fromkeys("qkv", ""), width
     norms = [getattr(module, a, None) for a in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")]
     normed = any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)
     kv_heads = value_width // (width // heads)
     derived = _DERIVES.search(_code(type(module).forward)) is not None
-    return Attention(name, "leaves", heads, kv_heads, width, **parts, out=out, normed=normed, derived=derived)
+    over_channels = re.search("XCA|CrossCov|Channel", type(module).__name__) is not None
+    found = Attention(name, "leaves", heads, kv_heads, width, **parts, out=out, normed=normed, derived=derived)
+    return replace(found, over_channels=over_channels)
 
 
 def _code(function: Any) -> str:
