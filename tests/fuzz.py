@@ -15,6 +15,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +58,17 @@ def main() -> int:
 
 def run(seeds: range, jobs: int) -> tuple[Counter[str], list[dict[str, Any]]]:
     """Small ranges of seeds, dealt to processes; progress on stderr."""
-    ranges = [seeds[i : i + 20] for i in range(0, len(seeds), 20)]
+    parts = [seeds[i : i + 20] for i in range(0, len(seeds), 20)]
     tally: Counter[str] = Counter()
     failures: list[dict[str, Any]] = []
-    with multiprocessing.get_context("spawn").Pool(jobs, _prepare) as pool:
-        for more, failed in pool.imap_unordered(work, ranges):
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_prepare) as pool:
+        ranges = {pool.submit(work, part): part for part in parts}
+        for done in as_completed(ranges):
+            try:
+                more, failed = done.result()
+            except BrokenProcessPool as cause:
+                more, failed = Counter(), [_failure(ranges[done][0], "crash", f"{ranges[done]}", str(cause))]
             tally += more
             failures += failed
             for failure in failed:
@@ -68,6 +76,10 @@ def run(seeds: range, jobs: int) -> tuple[Counter[str], list[dict[str, Any]]]:
             print(f"\r{tally['tried']}/{len(seeds)}, {len(failures)} failures ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return tally, sorted(failures, key=lambda failure: failure["seed"])
+
+
+def _failure(seed: int, kind: str, story: str, details: str) -> dict[str, Any]:
+    return {"seed": seed, "kind": kind, "story": story, "details": details}
 
 
 def _prepare() -> None:
@@ -92,11 +104,11 @@ def work(seeds: range) -> tuple[Counter[str], list[dict[str, Any]]]:
             story = case.story
             tally += attack_all(case, seed)
         except Failure as failure:
-            failures.append({"seed": seed, "kind": failure.kind, "story": story, "details": str(failure)})
+            failures.append(_failure(seed, failure.kind, story, str(failure)))
         except sr.SqueezeError as refusal:
             tally[f"refused: {type(refusal).__name__}"] += 1
         except Exception:
-            failures.append({"seed": seed, "kind": "crash", "story": story, "details": traceback.format_exc(limit=-3)})
+            failures.append(_failure(seed, "crash", story, traceback.format_exc(limit=-3)))
         finally:
             signal.alarm(0)
     return tally, failures

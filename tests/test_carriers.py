@@ -467,3 +467,21 @@ def test_constants_behind_a_layer_norm_pass_a_roll_over_positions() -> None:  # 
 
 def test_constants_behind_a_layer_norm_do_not_pass_a_roll_over_channels() -> None:
     check(rolled(-1), rand(3, 5, 4), golden={"lin.out_features": 9, "norm": nn.LayerNorm})
+
+
+def test_a_bias_that_folding_creates_is_scaled_with_the_rows_of_q() -> None:
+    """Narrower heads at the default scale: the rows of q make it good, and so must a bias that was not there before."""
+
+    def run(s: Net, x: Tensor) -> Tensor:
+        q, k, v = s.qkv(s.norm(s.stem(x))).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return s.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    net = Net(
+        run, stem=nn.Linear(4, 10), norm=nn.LayerNorm(10), qkv=nn.Linear(10, 36, bias=False), out=nn.Linear(12, 3)
+    )
+    noisy(net)
+    dead(net.stem, 1, 2, 4, 7)
+    with torch.no_grad():
+        net.qkv.weight.view(3, 2, 6, 10)[0, :, 3:] = 0
+    unread(net.out, 0, 1, 2, 6, 7, 8)
+    check(net, rand(2, 5, 4), golden={"stem.out_features": 8, "qkv.weight": (18, 8), "qkv.bias": (18,)})

@@ -342,7 +342,7 @@ def test_autocast() -> None:
         close(small(x).double(), net(x).double(), 3e-2)
 
 
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_networks(case: Case) -> None:
     """Indices cost nothing here, so that small networks are compacted too."""

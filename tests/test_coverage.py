@@ -224,6 +224,7 @@ def test_remaining_follows_the_columns_of_every_group() -> None:
 # --------------------------------------------------------------------------------------------------------------- runner
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_gives_a_row(zoo: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.csv"
     for only, *limits in (("tests",), ("slow", "--time-limit", "1"), ("large", "--memory-limit", "50")):
@@ -247,6 +248,7 @@ def test_a_model_that_fails_gives_a_row(zoo: Path, tmp_path: Path) -> None:
     assert "`tiny_mlp`" in text and "## Refused" in text and "**timeout**" in text
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was(zoo: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.csv"
     assert _run(zoo, out, "--only", "tiny_mlp").returncode == 0

@@ -7,16 +7,16 @@ from collections.abc import Callable
 import networks as nets
 import pytest
 import torch
-from attack import attack
+from attack import attack, attack_all
 from hypothesis import HealthCheck, given, settings
-from networks import Case
+from networks import Case, case_of
 from networks.strategy import cases
 from torch import Tensor, nn
 
 import squeeze_release as sr
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_networks(case: Case) -> None:
     attack(case)
@@ -163,3 +163,9 @@ def test_a_dead_residual_keeps_its_shift() -> None:
     difference = small.body(found.inputs) - found.inputs
     assert report.params_after < report.params_before
     assert torch.allclose(difference, found.model.body[0].body[0].bias.expand(3, 3))
+
+
+@pytest.mark.parametrize("seed", [101343, 101468])
+def test_seeds_that_once_crashed(seed: int) -> None:
+    """Labels of keys and values that do not lie side by side in memory."""
+    attack_all(case_of(seed), seed)

@@ -107,7 +107,9 @@ def test_bias_put_together_from_pieces_as_in_beit():
     check(net, rand(2, 4), golden=golden)
 
 
-@pytest.mark.parametrize("pads, left", [((-1, 1, -1, 1), 5), ((-1, -1, 0, -2), 4), ((1, 0, 0, 0), 5)], ids=str)
+@pytest.mark.parametrize(
+    "pads, left", [((-1, 1, -1, 1), 5), ((-1, -1, 0, -2), 5), ((-1, -1, -1, -2), 4), ((1, 0, 0, 0), 5)], ids=str
+)
 def test_pads_that_cut(pads, left):
     """NASNet pads on one side and cuts on the other: the shape stays, the border of a constant does not."""
     net = Net(lambda s, x: s.out(F.pad(s.a(x), pads)), a=nn.Conv2d(3, 6, 1), out=nn.Conv2d(6, 2, 1))

@@ -129,8 +129,9 @@ def _add_to_bias(tensors: Tensors, fold: Fold, plan: Plan) -> None:
     if not bool(fold.delta.any()):
         return
     like = tensors[fold.weight]
-    index = plan.slices.get(fold.weight, {}).get(fold.rows)
-    delta = fold.delta if index is None else fold.delta[index]
+    index, factors = plan.slices.get(fold.weight, {}).get(fold.rows), plan.scaled.get(fold.weight)
+    delta = fold.delta if factors is None else fold.delta * factors.to(fold.delta.device)  # a bias scales with its rows
+    delta = delta if index is None else delta[index]
     new = nn.Parameter(delta.to(like.device, like.dtype), requires_grad=like.requires_grad)
     tensors.model.get_submodule(fold.module).bias = new
 

@@ -294,5 +294,5 @@ def made_in_code(node: fx.Node) -> Tensor | None:
 def _only_reader(op: Op, ctx: Analysis, rows: Tensor, argument: str) -> bool:
     """Between the Linear that writes these rows and this op there are shape ops only, and nobody else reads them."""
     mine = [f for name, f in op.given.items() if isinstance(f, Fact) and name != argument]
-    alone = not any(bool(torch.isin(rows, compact(layer)).any()) for fact in mine for layer in fact.layers)
+    alone = not any(bool(torch.isin(rows, compact(layer).reshape(-1)).any()) for fact in mine for layer in fact.layers)
     return alone and ctx.written_by_linear(rows) and ctx.sole_reader(op, rows)
