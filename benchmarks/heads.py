@@ -38,8 +38,10 @@ class Heads:
 
     def free_dimensions(self, found: Attention) -> bool:
         """Whether single dimensions of heads can go: a rotation or a norm over them ties them together."""
-        divisible = found.size >= 8 and found.size % 4 == 0
-        return bool(divisible and found.k and found.v and not (self.rotary or found.normed or found.over_channels))
+        divisible = min(found.size, found.qk_size) >= 8 and found.size % 4 == found.qk_size % 4 == 0
+        return bool(
+            divisible and found.q and found.k and found.v and not (self.rotary or found.normed or found.over_channels)
+        )
 
     def keeps_pace(self, found: Attention) -> bool:
         """Whether all heads together can become narrower by a quarter."""
@@ -66,7 +68,7 @@ class Heads:
 
         Of these it is enough that q is 0, or that k is the same for every key. Cosine attention needs both to be 0.
         """
-        v, dims = self._pick(found.size), self._pick(found.size)
+        v, dims = self._pick(found.size), self._pick(found.qk_size)
         q, k = {"q": dims.repeat(found.heads)}, {"k": dims.repeat(found.kv_heads)}
         ways: list[tuple[Rows, Rows, bool]] = [(q, k, True), (k, q, False)]
         ways = [*(ways if zero_q else ways[::-1]), ({**q, **k}, {**q, **k}, True)]

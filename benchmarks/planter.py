@@ -23,7 +23,7 @@ import re
 from dataclasses import dataclass
 
 import torch
-from attentions import PROJECTION, Attention, find_attentions, is_rotary
+from attentions import PROJECTION, Attention, find_attentions, is_rotary, role
 from blocks import blame, choose_blocks
 from heads import Group, Heads
 from noise import add_noise, calibrate, scale_at_rest
@@ -143,13 +143,9 @@ class Garden:
 
     def _plant_channels(self, base: Observation) -> None:
         for name, leaf in self.leaves.items():
-            own = name.rpartition(".")[2]
             if leaf.kind in ("affine", "channelwise", "table", "attention") and leaf.weight.dim() > 1:
-                if (
-                    not PROJECTION.match(own)
-                    and leaf.outputs in self.dead
-                    and not self._shuffled(name, _SHUFFLED_WRITERS)
-                ):
+                free = not PROJECTION.match(role(name)) and not self._shuffled(name, _SHUFFLED_WRITERS)
+                if free and leaf.outputs in self.dead:
                     self.rows[name] = self.dead[leaf.outputs].clone()
             elif name in self.zeroed_norms and leaf.outputs in self.dead:
                 self.scales[name] = self.dead[leaf.outputs].clone()
