@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -20,6 +20,7 @@ PROJECTION = re.compile(rf"^({_Q}|{_K}|{_V}|{_PACKED})$")
 _OUT = ("proj", "out_proj", "o_proj", "c_proj", "out_lin", "to_out", "wo", "o", "dense", "projection", "merge")
 # Code that takes the width of the stream for the width of all heads together.
 _DERIVES = re.compile(r"C\s*//\s*(self\.)?num_heads|(reshape|view)\(\s*B\w*,\s*[\w\-*\s]+,\s*C\s*\)")
+_WRAPPER = re.compile(r"\.(conv|c|linear|fn)$")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 
 
@@ -32,14 +33,18 @@ class Attention:
     heads: int
     kv_heads: int
     width: int  # of all heads together
+    qk_size: int  # of one head, of q and k
     q: str = ""
     k: str = ""
     v: str = ""
     out: str = ""
     normed: bool = False
-    derived: bool = (
-        False  # no attribute holds the size of a head: the code divides the width of the stream by the heads
-    )
+    over_channels: bool = False  # it is channels that attend to channels
+    derived: bool = False  # the code takes the stream to be as wide as all heads together
+
+    @property
+    def size(self) -> int:
+        return self.width // self.heads
 
     @property
     def packed(self) -> bool:
@@ -61,13 +66,20 @@ class Attention:
         return placed
 
 
+def role(leaf: str) -> str:
+    """The name under which its owner knows a layer: a convolution may come with a norm, in a module of their own."""
+    return _WRAPPER.sub("", leaf).rpartition(".")[2]
+
+
 def find_attentions(model: nn.Module, leaves: dict[str, Leaf]) -> list[Attention]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            found.append(Attention(name, "module", module.num_heads, module.num_heads, module.embed_dim))
+            found.append(
+                Attention(name, "module", module.num_heads, module.num_heads, module.embed_dim, module.head_dim)
+            )
             continue
-        own = {n.rpartition(".")[2]: n for n in leaves if n.rpartition(".")[0] == name}
+        own = {role(n): n for n in leaves if _WRAPPER.sub("", n).rpartition(".")[0] == name}
         attention = _attention(name, module, own, leaves, getattr(model, "config", None))
         if attention:
             found.append(attention)
@@ -97,15 +109,20 @@ def _attention(
     width = leaves[out].inputs if out else value_width
     if rest or width % heads or value_width % (width // heads):
         return None
-    if len(sharing) == 3 and value_width != width:  # q and k of another width than v: the leaf has no equal thirds
-        return None
     if len(sharing) > 1 and value_width != width:  # q, k and v are not equally wide: where each begins is not known
         parts, value_width = dict.fromkeys("qkv", ""), width
     norms = [getattr(module, a, None) for a in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")]
     normed = any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)
     kv_heads = value_width // (width // heads)
+    qk_size = width // heads
+    if parts["k"] and parts["k"] not in (parts["q"], parts["v"]):  # may differ from v where it has a layer of its own
+        qk_size = leaves[parts["k"]].outputs // kv_heads
+        if not parts["q"] or leaves[parts["q"]].outputs != heads * qk_size:
+            parts["k"] = ""
     derived = _DERIVES.search(_code(type(module).forward)) is not None
-    return Attention(name, "leaves", heads, kv_heads, width, **parts, out=out, normed=normed, derived=derived)
+    over_channels = re.search("XCA|CrossCov|Channel", type(module).__name__) is not None
+    found = Attention(name, "leaves", heads, kv_heads, width, qk_size, **parts, out=out, normed=normed, derived=derived)
+    return replace(found, over_channels=over_channels)
 
 
 def _code(function: Any) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable
 
 import torch
 from leaves import Leaf
@@ -31,7 +33,23 @@ def choose_blocks(model: nn.Module, leaves: dict[str, Leaf], generator: torch.Ge
     return chosen
 
 
+def blame(blocks: Iterable[str], killed: list[str]) -> set[str]:
+    """A block that is not a residual branch takes others with it: of the leaves that died, those outside name it."""
+    outside = [leaf for leaf in killed if not leaf.startswith(tuple(f"{block}." for block in blocks))]
+    return {max(blocks, key=lambda block: _shared(block, leaf)) for leaf in outside} if blocks else set()
+
+
+def _shared(one: str, other: str) -> int:
+    """How many parts of two dotted names are the same, from the left."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def _is_stack(module: nn.Module) -> bool:
     """Made of blocks itself: a stage."""
     lists = [list(m) for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
-    return any(type(m[0]) is type(m[-1]) and not type(m[0]).__module__.startswith("torch.nn.") for m in lists)
+    return any(sum(_layers(child) > 1 for child in children) > 1 for children in lists)
+
+
+def _layers(module: nn.Module) -> int:
+    return sum(isinstance(m, nn.Linear | nn.modules.conv._ConvNd) for m in module.modules())

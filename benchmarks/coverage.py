@@ -78,7 +78,7 @@ class Row:
 def source() -> str:
     """A fingerprint of all code that a row depends on: rows of other code are computed again."""
     digest = hashlib.sha256()
-    mine = ("attentions", "blocks", "leaves", "noise", "observe", "precision", "planter", "watch", "zoo")
+    mine = ("attentions", "blocks", "heads", "leaves", "noise", "observe", "precision", "planter", "watch", "zoo")
     files = [*sorted((ROOT / "src").rglob("*.py")), *(Path(__file__).with_name(f"{name}.py") for name in mine)]
     for file in files:
         digest.update(file.read_bytes())

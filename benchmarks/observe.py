@@ -133,12 +133,27 @@ def _observe(model: nn.Module, call: Call, writer_norms: set[str] | None) -> Obs
     if writer_norms is None:
         seen.writer_norms = _writer_norms(seen, calls, outputs) | _nonlinear_norms(model, call, seen, calls)
     _settle(seen, calls, outputs, free)
-    _run_cut(model, call, seen, calls, again=True)
-    for name, c in calls.items():
-        if c.read:
-            same = torch.stack([_unchanged(a, b) for a, b in zip(c.read, c.read_again, strict=True)]).all(0)
-            seen.dead_in[name] = same & (seen.constant_in[name] | seen.leaves[name].unread())
+    stuck = True
+    while stuck:
+        for c in calls.values():
+            c.read_again.clear()
+        _run_cut(model, call, seen, calls, again=True)
+        for name, c in calls.items():
+            if c.read:
+                same = torch.stack([_unchanged(a, b) for a, b in zip(c.read, c.read_again, strict=True)]).all(0)
+                seen.dead_in[name] = same & (seen.constant_in[name] | seen.leaves[name].unread())
+        stuck = _norms_hold_on(seen)
     return seen
+
+
+def _norms_hold_on(seen: Observation) -> bool:
+    """A norm is as wide as what it reads: an output that nobody reads stays with a live input. Whether this is news."""
+    news = False
+    for name, live in seen.live_out.items():
+        if seen.leaves[name].is_norm and bool(live.any()) and not bool((live | seen.dead_in[name]).all()):
+            seen.live_out[name] = live | ~seen.dead_in[name]
+            news = True
+    return news
 
 
 def _unchanged(a: Tensor, b: Tensor) -> Tensor:

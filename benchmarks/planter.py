@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from attentions import PROJECTION, Attention, find_attentions, is_rotary
-from blocks import choose_blocks
+from attentions import PROJECTION, Attention, find_attentions, is_rotary, role
+from blocks import blame, choose_blocks
+from heads import Group, Heads
 from noise import add_noise, calibrate, scale_at_rest
 from observe import Call, Observation, observe
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ _INNER = re.compile(
     r"(fc1|conv1|conv_pw|conv_dw|w1|w12|gate_proj|up_proj|intermediate\.dense|lin1|c_fc|wi|fc_in|pwconv1)$"
 )
 _TOKEN = re.compile(r"cls|class_emb|token|dist|reg", re.IGNORECASE)
+_NOTHING = torch.zeros(1, dtype=torch.bool)
 # Channel shuffle interleaves a fixed half with a new one: no set of stream channels is closed under that, so nothing
 # that writes or reads the stream dies there.
 _SHUFFLED = re.compile(r"ShuffleNet")
@@ -54,18 +56,6 @@ class Plants:
     @property
     def count(self) -> int:
         return sum(int(mask.sum()) for mask in self.masks.values())
-
-
-@dataclass
-class Group:
-    """Rows that are dead together or not at all. `unread` are the partners that must have become unread."""
-
-    kind: str
-    zero: dict[str, Tensor]
-    unread: dict[str, Tensor] = field(default_factory=dict)
-    bias_too: bool = False
-    otherwise: Group | None = None  # the same for another layout of a packed projection
-    with_: str = ""  # groups of one name stand and fall together
 
 
 def plant(model: nn.Module, call: Call, seed: int) -> Plants:
@@ -86,26 +76,25 @@ class Garden:
         self, model: nn.Module, base: Observation, generator: torch.Generator, zero_read_norms: bool, masked: bool
     ) -> None:
         self.model, self.leaves, self.generator = model, {n: base.leaves[n] for n in base.live_out}, generator
-        self.masked = masked
         self.norms = {n for n in self.leaves if self.leaves[n].kind == "norm"}
-        self.zeroed_norms = {n for n in self.norms if zero_read_norms or n in base.writer_norms}
+        self.zeroed_norms = self.norms if zero_read_norms else base.writer_norms
         self.writer_norms = base.writer_norms
         self.original = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
         self.buffers = {name: tensor.detach().clone() for name, tensor in model.named_buffers()}
         self.rows: dict[str, Tensor] = {}
         self.columns: dict[str, Tensor] = {}
-        self.scales: dict[str, Tensor] = {}
+        self.scales: dict[str, Tensor] = {}  # of norms that write: 0 wherever they read a constant
         self.entries: dict[str, Tensor] = {}
         self.groups: list[Group] = []
         self.silent: set[str] = set()  # leaves whose dead rows have no bias either
         self.explicit: dict[str, Tensor] = {}
         self.chunks = self._chunks()
         self.attentions = find_attentions(model, self.leaves)
-        self.rotary = is_rotary(model)
+        self.heads = Heads(generator, SHARE, is_rotary(model), masked)
         # Where heads and stream are one width, both lose the same share or neither loses anything.
         derived = [found for found in self.attentions if found.derived]
-        self.zeroed_norms |= self.norms if derived else set()  # carriers would make the stream wider than the heads
-        rigid = {found.width for found in derived if not self._has_free_dims(found)}
+        self.zeroed_norms = self.norms if derived else self.zeroed_norms  # carriers would make the stream wider
+        rigid = {found.width for found in derived if not self.heads.keeps_pace(found)}
         self.dead = {width: self.choose(width) for width in self._widths() - rigid}
         self.alive_before = {n for n in self.leaves if bool(base.live_out[n].any())}
         tokens = [p for n, p in self.original.items() if n in base.free_live and _TOKEN.search(n)]
@@ -114,7 +103,8 @@ class Garden:
         self._silence(self.token_widths, only_patches=True)
         self._plant_attention()
         self._plant_readers()
-        self.blocks = choose_blocks(model, self.leaves, generator)
+        shuffled = _SHUFFLED.search(type(model).__name__)
+        self.blocks = {} if shuffled else choose_blocks(model, self.leaves, generator)
 
     # ------------------------------------------------------------------------------------------------- which channels
 
@@ -153,13 +143,9 @@ class Garden:
 
     def _plant_channels(self, base: Observation) -> None:
         for name, leaf in self.leaves.items():
-            own = name.rpartition(".")[2]
             if leaf.kind in ("affine", "channelwise", "table", "attention") and leaf.weight.dim() > 1:
-                if (
-                    not PROJECTION.match(own)
-                    and leaf.outputs in self.dead
-                    and not self._shuffled(name, _SHUFFLED_WRITERS)
-                ):
+                free = not PROJECTION.match(role(name)) and not self._shuffled(name, _SHUFFLED_WRITERS)
+                if free and leaf.outputs in self.dead:
                     self.rows[name] = self.dead[leaf.outputs].clone()
             elif name in self.zeroed_norms and leaf.outputs in self.dead:
                 self.scales[name] = self.dead[leaf.outputs].clone()
@@ -197,65 +183,21 @@ class Garden:
 
     def _plant_attention(self) -> None:
         for number, found in enumerate(self.attentions):
-            heads, kv_heads = found.heads, found.kv_heads
             if found.kind == "module":
                 self._plant_multihead(found)
                 continue
-            size = found.width // heads
-            if found.out and kv_heads > 1 and not found.derived:  # else a head less would make the others wider
-                head = int(torch.randint(kv_heads, (), generator=self.generator))
-                share = heads // kv_heads * size
-                columns = torch.zeros(found.width, dtype=torch.bool)
-                columns[head * share : (head + 1) * share] = True
-                if number % 2 and found.v:
-                    rows = torch.zeros(kv_heads * size, dtype=torch.bool)
-                    rows[head * size : (head + 1) * size] = True
-                    self.groups.append(self._packed("head", found, {"v": rows}))
+            if found.out and found.kv_heads > 1 and not found.derived:  # else a head less would make the others wider
+                head = self.heads.head(found, by_value=number % 2 == 1)
+                if isinstance(head, Group):
+                    self.groups.append(head)
                 else:
-                    self.columns[found.out] = columns
-            if not self._has_free_dims(found) or (found.derived and found.width not in self.dead):
+                    self.columns[found.out] = head
+            if found.derived and found.width not in self.dead:
                 continue
-            zero, partner = ("q", "k") if number % 2 else ("k", "q")
-            dims = self._head_dims(kv_heads, size)
-            both = {"q": self._head_dims(heads, size, dims), "k": dims}
-            name = f"{found.name} dims"
-            self.groups.append(self._packed("v", found, {"v": self._head_dims(kv_heads, size)}, name=name))
-            qk = self._packed("qk", found, {zero: both[zero]}, {partner: both[partner]}, name=name)
-            self.groups.append(qk)
-
-    def _has_free_dims(self, found: Attention) -> bool:
-        """Whether single dimensions of heads can go: a rotation or a norm over them ties them together."""
-        size = found.width // found.heads
-        return bool(size >= 8 and not size % 4 and found.k and found.v and not self.rotary and not found.normed)
-
-    def _head_dims(self, heads: int, size: int, like: Tensor | None = None) -> Tensor:
-        if like is not None:
-            return like.view(-1, size)[0].repeat(heads)
-        picked = torch.randperm(size, generator=self.generator)[: max(1, int(size * SHARE))]
-        return torch.zeros(size, dtype=torch.bool).index_fill(0, picked, True).repeat(heads)
-
-    def _packed(
-        self,
-        kind: str,
-        found: Attention,
-        zero: dict[str, Tensor],
-        unread: dict[str, Tensor] | None = None,
-        name: str = "",
-    ) -> Group:
-        """Rows of q, k and v as rows of the leaves that hold them: apart, packed by part, or packed by head."""
-        options = [
-            Group(
-                kind,
-                found.place(zero, by_head),
-                found.place(unread or {}, by_head),
-                # Under a mask a constant value is none: it is 0 where a row is masked throughout.
-                bias_too="q" in zero or (self.masked and "v" in zero),
-                with_=name if found.packed else "",
-            )
-            for by_head in ((False, True) if found.packed else (False,))
-        ]
-        options[0].otherwise = options[1] if found.packed else None
-        return options[0]
+            if self.heads.free_dimensions(found):
+                self.groups += self.heads.dimensions(found, zero_q=number % 2 == 1)
+            elif found.derived and found.out:
+                self.columns[found.out] = self.heads.quarter(found)
 
     def _plant_multihead(self, found: Attention) -> None:
         """nn.MultiheadAttention runs as one: what a head of it holds is known without looking."""
@@ -298,6 +240,9 @@ class Garden:
                 bias = getattr(self.leaves[name].module, "bias", None)
                 if group.bias_too and isinstance(bias, Tensor):
                     bias[rows] = 0
+            for part, rows in group.parts.items() if group.bias_too else ():
+                if f"{group.attention.name}.{part}_bias" in tensors:
+                    tensors[f"{group.attention.name}.{part}_bias"][rows] = 0
         for name, columns in self.columns.items():
             self._weight(name)[self.leaves[name].columns(columns)] = 0
         for last in self.blocks.values():
@@ -321,10 +266,9 @@ class Garden:
 
     def _weed(self, seen: Observation) -> bool:
         """Undo what is not dead; whether anything was undone."""
-        bad_blocks = [block for block in self.blocks if self._killed_outside(block, seen)]
-        for block in bad_blocks:
-            del self.blocks[block]
+        bad_blocks = blame(self.blocks, [n for n in self.alive_before if not bool(seen.live_out[n].any())])
         if bad_blocks:
+            self.blocks = {block: last for block, last in self.blocks.items() if block not in bad_blocks}
             return True
         live = {self.leaves[n].outputs for n, rows in self.rows.items() if bool((rows & seen.live_out[n]).any())}
         if live & self.token_widths and self._silence(self.token_widths):
@@ -333,21 +277,46 @@ class Garden:
         for kept, dead in (
             (self.rows, self._dead_rows(seen)),
             (self.columns, seen.dead_in),
-            (self.scales, seen.constant_in),
             (self.entries, {n: ~live for n, live in seen.free_live.items()}),
         ):
             for name, mask in list(kept.items()):
                 if name in dead and bool((mask & ~dead[name]).any()):
                     kept[name] = mask & dead[name]
                     changed = True
-        failed = [g for g in self.groups if not self._is_dead(g, seen)]
-        names = {g.with_ for g in failed if g.with_ and g.otherwise is None}
-        for group in self.groups[:]:
-            if group in failed or group.with_ in names:
-                self.groups.remove(group)
-                self.groups += [group.otherwise] if group.otherwise and group.with_ not in names else []
-                changed = True
+        scales = {n: seen.constant_in[n] for n in self.zeroed_norms if bool(seen.constant_in[n].any())}
+        changed |= any(not torch.equal(self.scales.get(n, ~mask), mask) for n, mask in scales.items())
+        self.scales = scales
+        for group in [g for g in self.groups if not self._is_dead(g, seen)]:
+            self.groups.remove(group)
+            self.groups += [group.otherwise] if group.otherwise else []
+            changed = True
+        return changed or self._drop_halves(seen)
+
+    def _drop_halves(self, seen: Observation) -> bool:
+        """Dimensions go from q, k and v alike; where heads and stream are one width, from all of these."""
+        kinds: dict[str, set[str]] = {}
+        for group in self.groups:
+            kinds.setdefault(group.attention.name, set()).add(group.kind)
+        whole = {found.name for found in self.attentions if {"v", "qk"} <= kinds.get(found.name, set())}
+        quartered = {f.name for f in self.attentions if f.derived and bool(self.columns.get(f.out, _NOTHING).any())}
+        widths = {
+            found.width
+            for found in self.attentions
+            if found.derived
+            and found.width in self.dead
+            and not (found.name in whole | quartered and self._is_dead_stream(found, seen))
+        }
+        kept = [g for g in self.groups if not g.tied or (g.attention.name in whole and g.attention.width not in widths)]
+        changed = len(kept) < len(self.groups) or bool(widths)
+        self.groups = kept
+        for width in widths:
+            self.rows = {n: rows for n, rows in self.rows.items() if self.leaves[n].outputs != width}
+            del self.dead[width]
         return changed
+
+    def _is_dead_stream(self, found: Attention, seen: Observation) -> bool:
+        dead = [seen.dead_in[leaf] for leaf in (found.v, found.q, found.k) if leaf in seen.dead_in]
+        return any(len(d) == found.width and bool(d[self.dead[found.width]].all()) for d in dead)
 
     def _dead_rows(self, seen: Observation) -> dict[str, Tensor]:
         """Of leaves that share a weight, what is dead in all."""
@@ -360,12 +329,6 @@ class Garden:
     def _is_dead(self, group: Group, seen: Observation) -> bool:
         rows = group.unread or group.zero
         return not any(bool((seen.live_out[name] & mask).any()) for name, mask in rows.items())
-
-    def _killed_outside(self, block: str, seen: Observation) -> bool:
-        """A block that is not a residual branch takes the rest of the network with it."""
-        inside = tuple(f"{other}." for other in self.blocks)
-        others = [n for n in self.alive_before if not n.startswith(inside)]
-        return any(not bool(seen.live_out[n].any()) for n in others if n in seen.live_out)
 
     # -------------------------------------------------------------------------------------------------------- harvest
 

@@ -175,7 +175,7 @@ _TORCHVISION: dict[str, tuple[str, int, dict[str, Any]]] = {
     "resnext": ("resnext50_32x4d", 64, {}),
     "shufflenetv2": ("shufflenet_v2_x0_5", 64, {}),
     "squeezenet": ("squeezenet1_1", 64, {}),
-    "swin_transformer": ("swin_t", 64, {}),
+    "swin_transformer": ("swin_t", 224, {}),
     "vgg": ("vgg11_bn", 64, {}),
     "vision_transformer": ("vit_b_32", 64, {"image_size": 64}),
     "segmentation": ("lraspp_mobilenet_v3_large", 64, {"weights_backbone": None}),
