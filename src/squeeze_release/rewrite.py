@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Replacement
+from .caches import let_go
 from .copies import drop_gradients
 from .masks import bake_masks
 from .modules import (
@@ -181,6 +182,7 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
         model = _swap(model, path, _stand_in(model.get_submodule(path), replacement))
     for module in model.modules():
         _leave_fast_path(module)
+    let_go(model)
     return model
 
 

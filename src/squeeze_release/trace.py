@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from .caches import without_cache
+from .caches import nothing_kept, without_cache
 from .einsum import EinsumAsMatmul
 from .errors import ExportError, InputError, SqueezeError
 from .modules import NarrowMultiheadAttention
@@ -197,7 +197,8 @@ def _probe(model: nn.Module, call: Call) -> dict[str, ModuleCall]:
     for name, module in model.named_modules():
         watch(name, module)
     try:
-        model(*call[0], **call[1])
+        with nothing_kept(model):
+            model(*call[0], **call[1])
     except Exception as cause:
         error = InputError(
             f"the model cannot run on the example inputs: {_first_line(cause)}",

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ..facts import Fact, compact, varying
 from ..labels import Live
 from ..modules import NarrowMultiheadAttention
-from ..trace import named_arguments
 from .base import Facts, Op, Rule, blank, rule
 from .carriers import Carried, Request, carried, request
 from .grouped import copied, head_sizes
+from .masked import leaves_every_query_a_key
 from .pool import keep_uniform
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Attention(Contraction):
     as many go from every group. A mask with a number for every head binds them where it has labels (a table of relative
     positions), and fixes them where it has none.
     Exact: under any mask for what is 0 or unread; for constant values where every row has a key it may look at, which
-    a mask from outside does not promise.
+    a mask from outside does not promise; one that code makes from finite tables does (`rules/masked.py`).
     Keeps: tokens; constant values under a mask from outside; dimensions of q and k where s is the default and q does
     not come straight from a Linear that takes the factor; all where the heads of q, k and v do not line up, or an
     nn.MultiheadAttention adds keys of its own.
@@ -143,7 +143,7 @@ class Attention(Contraction):
             ctx.labels.merge(heads, ctx.grid(op, values))
         op.memo.update(qk=qk, heads=heads, values=values)
         value = keep_uniform(v.value, (len(v.shape) - 2,))
-        if mask is not None and not _leaves_every_query_a_key(op):
+        if mask is not None and not leaves_every_query_a_key(op, ctx):
             value = torch.where(value == 0, value, torch.nan)
         if len(v.shape) > 2 and 1 < value.size(-3) < out.shape[-3]:
             value = value.repeat_interleave(out.shape[-3] // value.size(-3), -3)
@@ -262,33 +262,6 @@ class Attention(Contraction):
             rows = compact(op.given["query"].along(-1)[0]).unique()
             plan.scale_rows(ctx, rows, (width / qk.size(1)) ** 0.5)
             plan.rescale_attribute(op.module, qk.size(1) ** -0.5, width**-0.5)
-
-
-def _leaves_every_query_a_key(op: Op) -> bool:
-    """Whether the mask is made in the code, from nothing that comes in, and masks no row throughout."""
-    mask = made_in_code(named_arguments(op.node)["attn_mask"])
-    if mask is None:
-        return False
-    open_ = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return bool(open_.any(-1).all())
-
-
-def made_in_code(node: fx.Node) -> Tensor | None:
-    """The numbers of a tensor that depends on no input and no parameter; None if it does."""
-    done: dict[fx.Node, Any] = {}
-    todo = [node]
-    while todo:
-        here = todo[-1]
-        missing = [source for source in here.all_input_nodes if source not in done]
-        if here.op != "call_function" or not isinstance(here.target, torch._ops.OpOverload):
-            return None
-        if missing:
-            todo += missing
-            continue
-        args, kwargs = fx.node.map_arg((here.args, here.kwargs), done.__getitem__)
-        done[todo.pop()] = here.target(*args, **kwargs)
-    result: Tensor = done[node]
-    return result
 
 
 def _only_reader(op: Op, ctx: Analysis, rows: Tensor, argument: str) -> bool:
