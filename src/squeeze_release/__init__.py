@@ -1,7 +1,7 @@
 """squeeze-release: make pruned networks really smaller, without changing what they compute."""
 
 from .errors import ExportError, InputError, MaskError, ModelError, SqueezeError, VerificationError, WeightError
-from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm
+from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm, CompensatedStdNorm
 from .register import register_attention
 from .report import Report
 from .squeeze import Squeezed, squeeze
@@ -12,6 +12,7 @@ __all__ = [
     "CompensatedGroupNorm",
     "CompensatedLayerNorm",
     "CompensatedRMSNorm",
+    "CompensatedStdNorm",
     "ExportError",
     "InputError",
     "MaskError",

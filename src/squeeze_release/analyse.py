@@ -15,7 +15,7 @@ from .biases import can_take_bias
 from .facts import Fact, compact, nothing, varying, vector
 from .labels import Grid, Labels, Live
 from .modules import can_index
-from .rules import RULES, UNKNOWN, Op, Rule, carriers, flat
+from .rules import RULES, UNKNOWN, Op, Rule, carriers, flat, joined
 from .rules.elementwise import Identity
 from .rules.shape import Cat, Move, Pieces, Stack
 from .trace import Trace, named_arguments
@@ -61,6 +61,7 @@ class Analysis:
         self._tensors, self._canonical = _tensors(model if numbers is None else numbers)
         self._owned: dict[int, tuple[str, int]] = {}  # first label of a parameter's dimension -> whose they are
         self._read: tuple[Tensor, Tensor] | None = None
+        self._uses: dict[str, set[fx.Node]] = {}  # parameter -> the nodes it goes into
         self._takes_bias: dict[str, bool] = {}  # module without a bias -> whether it would use one
         self._rows: dict[Any, Tensor] = {}  # table -> the labels that stand for its rows
         self._laid_out: set[Any] = set()  # the grids there are
@@ -159,7 +160,7 @@ class Analysis:
             weight = op.param("weight")
             return all(reader.param("weight") == weight for reader in self.readers[self._canonical[bias]])
         if op.given.get("bias") is not None:
-            return False
+            return joined.pieces(op, self) is not None
         if op.module not in self._takes_bias:
             shape = self.tensor(op.memo["weight"]).shape
             self._takes_bias[op.module] = can_take_bias(self.model.get_submodule(op.module), shape)
@@ -167,6 +168,15 @@ class Analysis:
 
     def readers_of(self, name: str) -> list[Op]:
         return self.readers[self._canonical[name]]
+
+    def uses_of(self, name: str) -> set[fx.Node]:
+        """The nodes of all traces that a parameter goes into, whatever they are."""
+        return self._uses[self._canonical[name]]
+
+    def is_saved(self, name: str) -> bool:
+        """Whether a parameter or buffer is part of the state that a model is saved as."""
+        path, _, attribute = name.rpartition(".")
+        return attribute not in self.model.get_submodule(path)._non_persistent_buffers_set
 
     def shared(self, name: str, op: Op) -> bool:
         """Whether another op of the same call reads this parameter too."""
@@ -181,21 +191,32 @@ class Analysis:
             owner is not None
             and owner[1] == 0
             and len(self.param_dims[owner[0]]) == 2
-            and all(op.name == "aten.linear.default" and self._scales(op) for op in self.readers.get(owner[0], []))
+            and all(
+                op.name == "aten.linear.default" and self._scales(op, labels) for op in self.readers.get(owner[0], [])
+            )
             for owner in self.owners(labels)
         )
 
-    @staticmethod
-    def _scales(op: Op) -> bool:
-        """Whether rows can be scaled along with their bias: not if that is computed."""
-        return op.given.get("bias") is None or op.param("bias") is not None
+    def _scales(self, op: Op, labels: Tensor) -> bool:
+        """Whether rows can be scaled along with their bias: not if that is computed, or a piece of it never saved."""
+        if op.given.get("bias") is None or op.param("bias") is not None:
+            return True
+        pieces, rows = joined.pieces(op, self), op.memo.get("rows")
+        if pieces is None or rows is None:
+            return False
+        return not any(piece.name is None and bool(torch.isin(rows[piece.rows], labels).any()) for piece in pieces)
 
     def sole_reader(self, op: Op, labels: Tensor) -> bool:
         """Whether no other op computes with these labels; those that merely hand them on do not count."""
+        readers = self.sole_readers(labels)
+        return readers is not None and all(reader is op for reader in readers)
+
+    def sole_readers(self, labels: Tensor) -> list[Op] | None:
+        """The ops that compute with these labels, if each of these has one reader at most."""
         if self._read is None:
             self._read = self._count_readers()
         first, several = (reader[labels] for reader in self._read)
-        return not bool(several.any()) and all(self.ops[i] is op for i in first.unique().tolist() if i >= 0)
+        return None if bool(several.any()) else [self.ops[i] for i in first.unique().tolist() if i >= 0]
 
     def _count_readers(self) -> tuple[Tensor, Tensor]:
         """For every label the first op that reads it as an activation (-1: none), and whether there are several."""
@@ -207,6 +228,8 @@ class Analysis:
                     labels = compact(layer).unique()
                     several[labels] |= (first[labels] >= 0) & (first[labels] != i)
                     first[labels] = torch.where(first[labels] < 0, i, first[labels])
+        for layer in (layer for fact in self.outputs for layer in fact.layers):
+            several[compact(layer).unique()] = True  # whoever gets the output reads it too
         return first, several
 
     # ------------------------------------------------------------------ forward
@@ -238,6 +261,7 @@ class Analysis:
         name = trace.params.get(node.name)
         if name is None:
             return nothing(shape, "input")
+        self._uses.setdefault(self._canonical[name], set()).update(node.users)
         if len(node.users) == 0:
             return nothing(shape, "param")
         labels = [(d, self.param_labels(name, d)) for d in range(len(shape))]

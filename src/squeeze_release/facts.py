@@ -6,6 +6,7 @@ them as it is and arithmetic costs what the facts cost, not what the activation 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,27 +14,48 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+MIXED = -1  # no dimension holds channels alone
 
 
 @dataclass(frozen=True)
 class Span:
     """Numbers that are known up to functions f of the position: offset + parts[0] f_0 + parts[1] f_1 ...
 
-    The f are the same for all channels, which lie along `dim`. See `rules/carriers.py`.
+    The f are the same for all channels, which lie along `dim`. See `rules/carriers.py`. A reshape may lay channels and
+    positions along one dimension, and another part them again: meanwhile `dim` is `MIXED`, and `places` says of each
+    element which channel and which position it is.
     """
 
     dim: int
     offset: Tensor
     parts: tuple[Tensor, ...]
+    places: tuple[Tensor, Tensor] | None = None
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Span | None:
         """The span after an op that moves elements or takes their means, if each channel keeps an index of its own."""
+        channels = collapse(move(self._channels()))
+        if bool(compact(channels).isnan().any()):
+            return None  # a mean over channels
+        dim, places = _dim_of(channels), None
+        if dim == MIXED or self.places is not None:
+            positions = collapse(move(self._positions()))
+            if bool(compact(positions).isnan().any()):
+                return None  # a mean over positions, not the same ones for every channel
+            if dim == MIXED or dim in varying(positions):
+                dim, places = MIXED, (channels, positions)
+        return Span(dim, move(self.offset), tuple(move(part) for part in self.parts), places)
+
+    def _channels(self) -> Tensor:
+        if self.places is not None:
+            return self.places[0]
         shape = self.offset.shape
-        after = collapse(move(vector(torch.arange(shape[self.dim], dtype=torch.float64), shape, self.dim)))
-        channels, dims = compact(after), varying(after)
-        if len(dims) != 1 or channels.unique().numel() != channels.numel() or bool(channels.isnan().any()):
-            return None  # positions were mixed in, and there f differs
-        return Span(dims[0], move(self.offset), tuple(move(part) for part in self.parts))
+        return vector(torch.arange(shape[self.dim], dtype=torch.float64), shape, self.dim)
+
+    def _positions(self) -> Tensor:
+        if self.places is not None:
+            return self.places[1]
+        one = [1 if d == self.dim else size for d, size in enumerate(self.offset.shape)]
+        return torch.arange(math.prod(one), dtype=torch.float64).reshape(one).expand(self.offset.shape)
 
     def scaled(self, scale: Tensor | float, shift: Tensor | float) -> Span:
         """The span of scale x + shift."""
@@ -43,7 +65,15 @@ class Span:
             return compact(numbers) * (compact(scale) if isinstance(scale, Tensor) else scale)
 
         offset = times(self.offset) + (compact(shift) if isinstance(shift, Tensor) else shift)
-        return Span(self.dim, offset.expand(shape), tuple(times(part).expand(shape) for part in self.parts))
+        return Span(
+            self.dim, offset.expand(shape), tuple(times(part).expand(shape) for part in self.parts), self.places
+        )
+
+
+def _dim_of(channels: Tensor) -> int:
+    """The dimension along which each index is a channel of its own."""
+    dims, small = varying(channels), compact(channels)
+    return dims[0] if len(dims) == 1 and small.unique().numel() == small.numel() else MIXED
 
 
 @dataclass(frozen=True)

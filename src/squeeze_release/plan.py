@@ -87,7 +87,13 @@ class Plan:
     # What rules say in `absorb`:
 
     def fold(self, op: Op, delta: Tensor) -> None:
-        self.folded[op.param("bias") or op.module] = _fold(op, delta)
+        whole = _fold(op, delta)
+        if op.given.get("bias") is None or whole.bias is not None:
+            self.folded[whole.bias or op.module] = whole
+            return
+        for piece in op.memo["pieces"]:  # a bias that is put together
+            if piece.name is not None:
+                self.folded[piece.name] = replace(whole, bias=piece.name, delta=delta[piece.rows])
 
     def constant_rows(self, op: Op, values: Tensor, only: Tensor | None = None) -> None:
         which = torch.ones(len(values), dtype=torch.bool) if only is None else only
@@ -124,6 +130,9 @@ class Plan:
             biases = {op.param("bias") for op in ctx.readers.get(name, []) if op.param("weight") == name} - {None}
             for each in (name, *map(str, biases)):
                 self.scaled[each] = factors
+            for piece in (piece for op in ctx.readers.get(name, []) for piece in op.memo.get("pieces") or ()):
+                if piece.name is not None:
+                    self.scaled[piece.name] = factors[piece.rows]
 
     def rescale_attribute(self, module: str, old: float, new: float) -> None:
         self.rescaled[module] = (old, new)

@@ -17,6 +17,7 @@ from .modules import (
     CompensatedGroupNorm,
     CompensatedLayerNorm,
     CompensatedRMSNorm,
+    CompensatedStdNorm,
     Constant,
     NarrowMultiheadAttention,
     Passthrough,
@@ -235,7 +236,8 @@ def compensated(old: nn.Module, norm: Norm, constants: Tensor) -> nn.Module:
         new = CompensatedRMSNorm(width, norm.eps, False, weight_offset=norm.weight_offset, channel_dim=norm.channel_dim)
     else:
         assert norm.eps is not None
-        kind = CompensatedGroupNorm if norm.positions else CompensatedLayerNorm
+        plain = CompensatedStdNorm if norm.kind == "std" else CompensatedLayerNorm
+        kind = CompensatedGroupNorm if norm.positions else plain
         new = kind(width, norm.eps, False, channel_dim=norm.channel_dim)
         new.bias = getattr(old, "bias", None)
     new.weight = weight

@@ -1,6 +1,6 @@
 """The modules that may stand in for the user's own: everything else in a squeezed model keeps its class.
 
-CompensatedLayerNorm, ~RMS, ~Group  a norm over the kept channels, exact for the full width
+CompensatedLayerNorm, ~RMS, ~Group, ~Std  a norm over the kept channels, exact for the full width
 IndexedLinear, IndexedConv    gather their inputs first, so that the writer may stay wider than the reader
 PlacedLinear, PlacedConv      compute some of their outputs and place them among constants (compaction="index")
 Shift, Constant, Passthrough  a block that adds a constant, one that is a constant, one that does nothing
@@ -27,6 +27,7 @@ from .layer_norm import CompensatedLayerNorm
 from .multihead import NarrowMultiheadAttention, narrow_attention
 from .rms_norm import CompensatedRMSNorm
 from .standins import Constant, Passthrough, Shift
+from .std_norm import CompensatedStdNorm
 
 __all__ = [
     "INDEXED",
@@ -34,6 +35,7 @@ __all__ = [
     "CompensatedGroupNorm",
     "CompensatedLayerNorm",
     "CompensatedRMSNorm",
+    "CompensatedStdNorm",
     "Constant",
     "IndexedConv1d",
     "IndexedConv2d",

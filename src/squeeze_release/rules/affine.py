@@ -46,6 +46,7 @@ class Affine(Rule):
     Absorb: b_j += W_jk c_k for every constant x_k that goes; what a bias cannot hold goes into the columns of carriers
     (`rules/carriers.py`). A missing bias is created. Unread coordinates of a model input are left out by an index.
     Exact: folds are computed in float64 and depend on no position, so they hold at every resolution.
+    A bias that is put together from several parameters takes it piece by piece (`rules/joined.py`).
     Keeps: a constant where there is no bias to take it (one that is shared, computed, or not used by the module's own
     forward), where it is huge and cancels against others, or where calls of one module see different ones; everything
     where the weight is computed.
@@ -238,6 +239,7 @@ class Affine(Rule):
             and isinstance(op.out, Fact)
             and not bool(compact(op.out.value).isnan().any())
             and ctx.can_fold(op)
+            and (op.given.get("bias") is None or op.param("bias") is not None)
             and not ctx.shared(op.memo["weight"], op)
         )
 

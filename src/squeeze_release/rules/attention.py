@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from ..facts import Fact, compact, varying
 from ..labels import Live
 from ..modules import NarrowMultiheadAttention
+from ..trace import named_arguments
 from .base import Facts, Op, Rule, blank, rule
 from .carriers import Carried, Request, carried, request
 from .grouped import copied, head_sizes
 from .masked import leaves_every_query_a_key
 from .pool import keep_uniform
+from .shape import origin
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
@@ -268,4 +270,5 @@ def _only_reader(op: Op, ctx: Analysis, rows: Tensor, argument: str) -> bool:
     """Between the Linear that writes these rows and this op there are shape ops only, and nobody else reads them."""
     mine = [f for name, f in op.given.items() if isinstance(f, Fact) and name != argument]
     alone = not any(bool(torch.isin(rows, compact(layer).reshape(-1)).any()) for fact in mine for layer in fact.layers)
-    return alone and ctx.written_by_linear(rows) and ctx.sole_reader(op, rows)
+    straight = origin(named_arguments(op.node)[argument]).target is torch.ops.aten.linear.default
+    return alone and straight and ctx.written_by_linear(rows) and ctx.sole_reader(op, rows)

@@ -62,7 +62,7 @@ class BatchNorm(Rule):
 
 
 class Statistics(Rule):
-    """What layer norm and RMS norm share: all channels enter the statistics, so what varies is needed.
+    """What norms over channels share: all of these enter the statistics, so what varies is needed.
 
     Need: every x_k that is not constant; a constant x_k only if y_k is read and no carrier stands for it.
     Absorb: constants that go become numbers of a compensated norm.
@@ -88,7 +88,7 @@ class Statistics(Rule):
         return Fact(x.shape, tuple(layers), value, span=Span(dim, offset, tuple(parts)))
 
     def norm(self, op: Op) -> Norm:
-        kind, given = "layer" if "layer_norm" in op.name else "rms", op.given
+        kind, given = op.name.split(".")[1].removesuffix("_norm"), op.given
         offset, positions = given.get("weight_offset", 0.0), given.get("positions", False)
         return Norm(kind, given["channel_dim"], given["eps"], offset, positions)
 
@@ -192,6 +192,31 @@ class RMSNorm(Statistics):
             return torch.where(nothing_left, torch.zeros_like(c), torch.nan)
         square = (c.square().sum() + op.given["removed_squares"]) / (len(c) + op.given["removed"])
         value: Tensor = weight * c / (square + op.given["eps"]).sqrt()
+        return value
+
+
+@rule("squeeze_release::std_norm")
+class StdNorm(Statistics):
+    """y_k = g_k x_k / sigma, sigma^2 the variance over all channels, removed ones included; x_k is not centred.
+
+    Constant: y_k where g_k = 0 or x_k = 0, and everything if every x_k is constant.
+    Known: a constant x_k = c gives y_k = g_k c / sigma, so one channel carries all of them.
+    Absorb: count, mean and squared deviations of the constants that go (`CompensatedStdNorm`).
+    Exact: the variance as that of a layer norm, over C - 1. A zero leaves without a carrier.
+    """
+
+    def span(self, op: Op, c: Tensor) -> list[Tensor]:
+        return [torch.where(c.isnan(), c, 0.0), numbers(op, "weight", len(c), 1.0) * c]
+
+    def constant(self, op: Op, c: Tensor) -> Tensor:
+        weight = numbers(op, "weight", len(c), 1.0)
+        if bool(c.isnan().any()):
+            return torch.where((weight == 0) | (c == 0), torch.zeros_like(c), torch.nan)
+        removed, mean = op.given["removed"], op.given["removed_mean"]
+        total = len(c) + removed
+        mu = (c.sum() + removed * mean) / total
+        squares = ((c - mu) ** 2).sum() + op.given["removed_m2"] + removed * (mean - mu) ** 2
+        value: Tensor = weight * c / (squares / (total - 1) + op.given["eps"]).sqrt()
         return value
 
 

@@ -114,9 +114,11 @@ class Reduce(Rule):
 
     Where channels spread over several dimensions and only some of those are summed over (split attention over its
     radix, the mean of each group of channels), those that enter one sum go together.
-    Exact: over positions no channel sees another one.
+    Constant: a sum of such constants, and their softmax, where all that enter it are.
+    Exact: over positions no channel sees another one. How many positions there are depends on the input, so their sum
+    is no constant.
     Keeps: all channels that are summed over, a softmax over channels included; what has several outputs (`max.dim`).
-    Other numbers than those of mean, amax and amin are not followed.
+    Other numbers than those of mean, amax, amin, sum and softmax are not followed.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -133,9 +135,7 @@ class Reduce(Rule):
         layers = [bind_along(op, ctx, layer, dims) for layer in x.layers]
         same = outs.shape == x.shape  # a softmax or a running sum
         kept = [compact(x.layers[i] if same else layer) for i, layer in enumerate(layers) if layer is not None]
-        value = keep_uniform(x.value, dims)
-        if not op.name.startswith(("aten.mean", "aten.amax", "aten.amin")):
-            value = torch.full_like(value, torch.nan)
+        value = self._value(op, x, dims)
 
         def fit(numbers: Tensor) -> Tensor:
             if len(outs.shape) < rank:  # keepdim=False
@@ -144,6 +144,22 @@ class Reduce(Rule):
 
         mean = x.moved(lambda t: fit(keep_uniform(t, dims))) if op.name.startswith("aten.mean") else None
         return Fact(outs.shape, tuple(map(fit, kept)), fit(value), span=mean)
+
+    def _value(self, op: Op, x: Fact, dims: tuple[int, ...]) -> Tensor:
+        """The numbers of the result, with size 1 along `dims` or none of them known there."""
+        if op.name.startswith(("aten.mean", "aten.amax", "aten.amin")):
+            return keep_uniform(x.value, dims)
+        # How many positions there are depends on the input; parts of a channel are as many as there are.
+        parts = any(set(dims) <= set(varying(layer)) for layer in x.layers)
+        wide = x.value.expand(x.shape)
+        for d in range(len(x.shape)):
+            if d not in dims and d not in varying(x.value):
+                wide = wide.narrow(d, 0, 1)
+        if parts and op.name.startswith("aten.sum"):
+            return wide.sum(dims, keepdim=True)
+        if parts and op.name.startswith(("aten.softmax", "aten._softmax")):
+            return wide.softmax(dims[0])
+        return torch.full_like(compact(unknown(x.shape)), torch.nan)
 
     def _blank_with_pins(self, op: Op, ctx: Analysis, x: Fact) -> Facts:
         for layer in x.layers:

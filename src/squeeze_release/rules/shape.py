@@ -5,15 +5,16 @@ Concat, flatten into a Linear, packed qkv, window partition and rotary halves ne
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from ..facts import Fact, Span, collapse, compact, known_offset, scaled_one, varying
+from ..facts import MIXED, Fact, Span, collapse, compact, known_offset, scaled_one, varying
 from ..labels import Live
-from .base import Facts, Op, Rule, blank, rule
-from .elementwise import combine_layers
+from .base import RULES, Facts, Op, Rule, blank, rule
+from .elementwise import Identity, combine_layers
 from .grouped import copies_along, keep_unbound, product, whole_rows
 from .pool import keep_uniform
 
@@ -323,7 +324,7 @@ class Pad(Rule):
             filled = op.given.get("value") or 0.0
             span = None if filled else scaled_one(value.expand(out.shape), layers)
             value = torch.where(value == filled, value, torch.nan)
-        if constant and x.span is not None and min(pads) >= 0 and not op.given.get("value"):
+        if constant and x.span is not None and x.span.dim != MIXED and min(pads) >= 0 and not op.given.get("value"):
             span = self._padded(x, x.span, tuple(moved), out.shape)
         return Fact(out.shape, layers, value.expand(out.shape), span=span)
 
@@ -348,6 +349,13 @@ class Pad(Rule):
     def _stand_in(x: Fact, dim: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Along the other dimensions the pads are as wide as what they pad."""
         return tuple(compact(layer).expand(shape) for layer in x.layers if dim not in varying(layer))
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """The node that wrote what shape ops alone hand on: nothing else was laid beside it on the way."""
+    while isinstance(RULES.get(node.target), (Move, Pieces, Identity)) or node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def register(op: Op, ctx: Analysis, layer: Tensor, *, reordered: bool = False) -> None:

@@ -1,0 +1,30 @@
+"""A norm by the standard deviation, uncentred, on fewer channels, exact for the full width."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .layer_norm import CompensatedLayerNorm
+from .state import behind
+
+
+class CompensatedStdNorm(CompensatedLayerNorm):
+    """x / std(x) that remembers the constant channels it lost: same output on the kept channels, at the kept width.
+
+    timm's SimpleNorm. The variance is that of `CompensatedLayerNorm`, over C - 1; the mean is not taken off.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, gone, dim = self._kept, self._removed, self.channel_dim
+        width = kept + gone
+        if x.size(dim) != kept:
+            raise RuntimeError(f"CompensatedStdNorm keeps {kept} channels, got an input of shape {tuple(x.shape)}")
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        var, mu = torch.var_mean(wide, dim, correction=0, keepdim=True)
+        removed_mean, m2 = self.mean.to(wide.dtype), self.m2.to(wide.dtype)
+        squares = var * kept + (mu - removed_mean).square() * (kept * gone / width) + m2
+        y = wide * torch.rsqrt(squares / (width - 1) + self.eps)
+        if self.weight is not None:
+            y = y * (self.weight if dim == -1 else self.weight.view(-1, *[1] * (x.dim() - 2)))
+        return behind(self, y.to(x.dtype))
