@@ -121,6 +121,39 @@ def test_reductions(code, out, left):
     check(net, rand(2, 5, 4), golden={"lin.out_features": left} if left else {}, gradients=False)
 
 
+class Paths(nn.Module):
+    """Two paths that are mixed by a softmax between them, channel by channel (selective kernels)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.gate = (nn.Linear(4, n) for n in (6, 6, 12))
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x):
+        paths = torch.stack([self.one(x), self.two(x)], 1)
+        gate = self.gate(x.mean(1)).unflatten(1, (2, -1))[:, :, None].softmax(1)
+        return self.out((paths * gate).sum(1))
+
+
+@pytest.mark.parametrize("rows, left", [([1, 7, 4, 10], 4), ([1, 4, 10], 5), ([1, 4], 6)])
+def test_softmax_and_sum_of_constants_are_constant_where_all_parts_are(rows, left):
+    """The gate of channel k is constant where both of its rows are; then so is the sum of constant paths."""
+    net = noisy(Paths())
+    dead(net.gate, *rows)
+    for path in (net.one, net.two):
+        dead(path, 1, 4)
+    golden = {"one.out_features": left, "two.out_features": left, "gate.out_features": 2 * left}
+    check(net, rand(2, 5, 4), golden=golden)
+
+
+def test_a_sum_over_positions_is_no_constant():
+    """There may be more of them in another call."""
+    net = noisy(Net(lambda s, x: s.out(s.lin(x).sum(1)), lin=nn.Linear(4, 6), out=nn.Linear(6, 3)))
+    dead(net.lin, 1, 4)
+    small = check(net, rand(2, 5, 4), golden={"lin.out_features": 6}).model
+    assert torch.allclose(small(longer := rand(2, 9, 4)), net(longer))
+
+
 # ------------------------------------------------------------------------------------------------------------- lookups
 
 

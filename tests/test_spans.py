@@ -11,6 +11,8 @@ from nets import Net, dead, rand
 from torch import Tensor, nn
 
 import squeeze_release as sr
+from squeeze_release.facts import MIXED, Span
+from squeeze_release.rules.pool import keep_uniform
 
 PAD = nn.ZeroPad2d(1)
 
@@ -138,3 +140,44 @@ def test_concat_along_tokens_mixes_functions_and_keeps_all() -> None:
     noisy(net)
     dead(net.lin, 1, 2, 5)
     check(net, rand(2, 3, 4), golden={"lin.out_features": 8})
+
+
+# --------------------------------------------------------------------------- channels and positions along one dimension
+
+
+def folded(code: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A layer norm over channels, the code, and a 1x1 convolution: two carriers speak for all constants."""
+    net = Net(
+        lambda s, x: s.out(code(s.norm(s.lin(x)))),
+        lin=nn.Linear(3, 8),
+        norm=nn.LayerNorm(8),
+        out=nn.Conv1d(8, 5, 1),
+    )
+    noisy(net)
+    dead(net.lin, 1, 2, 5, 6)
+    return net
+
+
+def test_known_through_a_reshape_that_mixes_channels_and_positions() -> None:
+    """MobileViT's fold: (B, N, C) -> (B C, N) -> (B, C, N)."""
+    net = folded(lambda y: y.transpose(1, 2).reshape(-1, 2, 3).reshape(2, -1, 6))
+    check(net, rand(2, 6, 3), golden={"lin.out_features": 6, "out.in_channels": 6})
+
+
+def test_not_known_through_a_mean_of_what_is_mixed() -> None:
+    net = folded(lambda y: y.reshape(2, 6, 4, 2).mean(3).repeat_interleave(2, 2).transpose(1, 2))
+    check(net, rand(2, 6, 3), golden={"lin.out_features": 8})
+
+
+def test_positions_must_be_the_same_for_all_channels() -> None:
+    """Rolled along channels and positions at once: by whole rows all channels move alike, else they part."""
+    numbers = torch.randn(1, 8, dtype=torch.float64).expand(6, 8)
+    span = Span(1, numbers, (numbers,))
+    flat = span.moved(lambda t: t.reshape(48))
+    assert flat is not None and flat.dim == MIXED
+    for steps, dim in ((16, 1), (0, 1), (3, MIXED), (-1, MIXED)):
+        turned = flat.moved(lambda t, by=steps: t.roll(by))
+        assert turned is not None
+        back = turned.moved(lambda t: t.reshape(6, 8))
+        assert back is not None and back.dim == dim
+    assert flat.moved(lambda t: keep_uniform(t, (0,))) is None
