@@ -1,7 +1,8 @@
-"""Whole blocks to kill: residual branches whose last layer becomes 0."""
+"""Whole blocks to kill: residual branches whose last layer becomes 0; and what the code of a block ties together."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections.abc import Iterable
@@ -13,6 +14,8 @@ from torch import nn
 _LAST = re.compile(
     r"(^|\.)(proj|fc2|conv_pwl|out_proj|o_proj|down_proj|c_proj|lin2|out_lin|pwconv2|wo|o|output\.dense|w2|w3|conv3)$"
 )
+# Code that lays out what goes out of a block at the width of what came in.
+_KEEPS_WIDTH = re.compile(r"\bC = x\.shape.*(reshape|view)\(B, C, \w+\)", re.DOTALL)
 
 
 def choose_blocks(model: nn.Module, leaves: dict[str, Leaf], generator: torch.Generator) -> dict[str, list[str]]:
@@ -53,3 +56,25 @@ def _is_stack(module: nn.Module) -> bool:
 
 def _layers(module: nn.Module) -> int:
     return sum(isinstance(m, nn.Linear | nn.modules.conv._ConvNd) for m in module.modules())
+
+
+def read_in_pieces(leaves: dict[str, Leaf]) -> dict[int, int]:
+    """Width of a layer -> that of the pieces in which grouped convolutions of its block read it (Res2NeXt).
+
+    Every group loses equally many channels or nothing goes, so each piece must die where these convolutions do.
+    """
+    pieces: dict[int, int] = {}
+    in_front: dict[str, int] = {}
+    for name, leaf in leaves.items():
+        block = re.sub(r"(\.\d+)+$", "", name).rpartition(".")[0]
+        if leaf.kind == "affine" and leaf.groups == 1:
+            in_front[block] = leaf.outputs
+        elif leaf.kind == "affine" and leaf.inputs < (whole := in_front.get(block, 0)) and whole % leaf.inputs == 0:
+            pieces[whole] = leaf.inputs
+    return pieces
+
+
+def keep_width(model: nn.Module) -> list[str]:
+    """Blocks that hand on as many channels as they get, because their code says so (TinyViT)."""
+    theirs = [(n, type(m).forward) for n, m in model.named_modules() if not type(m).__module__.startswith("torch.nn.")]
+    return [name for name, forward in theirs if _KEEPS_WIDTH.search(inspect.getsource(forward))]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 from attentions import PROJECTION, Attention, find_attentions, is_rotary, role
-from blocks import blame, choose_blocks
+from blocks import blame, choose_blocks, keep_width, read_in_pieces
 from heads import Group, Heads
 from noise import add_noise, calibrate, scale_at_rest
 from observe import Call, Observation, observe
@@ -90,12 +90,16 @@ class Garden:
         self.explicit: dict[str, Tensor] = {}
         self.chunks = self._chunks()
         self.attentions = find_attentions(model, self.leaves)
+        self.even = keep_width(model)
         self.heads = Heads(generator, SHARE, is_rotary(model), masked)
         # Where heads and stream are one width, both lose the same share or neither loses anything.
         derived = [found for found in self.attentions if found.derived]
         self.zeroed_norms = self.norms if derived else self.zeroed_norms  # carriers would make the stream wider
         rigid = {found.width for found in derived if not self.heads.keeps_pace(found)}
         self.dead = {width: self.choose(width) for width in self._widths() - rigid}
+        for width, piece in sorted(read_in_pieces(self.leaves).items()):
+            if width in self.dead and piece in self.dead:
+                self.dead[width] = self.dead[piece].repeat(width // piece)
         self.alive_before = {n for n in self.leaves if bool(base.live_out[n].any())}
         tokens = [p for n, p in self.original.items() if n in base.free_live and _TOKEN.search(n)]
         self.token_widths = {p.size(-1) for p in tokens if p.dim()}
@@ -290,7 +294,18 @@ class Garden:
             self.groups.remove(group)
             self.groups += [group.otherwise] if group.otherwise else []
             changed = True
-        return changed or self._drop_halves(seen)
+        return changed or self._drop_halves(seen) or self._drop_uneven(seen)
+
+    def _drop_uneven(self, seen: Observation) -> bool:
+        """Where code lays out at the width of what comes in, no writer inside loses what the stream in front keeps."""
+        changed = False
+        for block in self.even:
+            inside = [n for n in self.leaves if n.startswith(f"{block}.")]
+            width = self.leaves[inside[0]].inputs if inside and inside[0] in seen.dead_in else 0
+            if width in self.dead and not bool(seen.dead_in[inside[0]][self.dead[width]].all()):
+                uneven = [n for n in inside if n in self.rows and self.leaves[n].outputs == width]
+                changed |= any([bool(self.rows.pop(name).any()) for name in uneven])
+        return changed
 
     def _drop_halves(self, seen: Observation) -> bool:
         """Dimensions go from q, k and v alike; where heads and stream are one width, from all of these."""

@@ -187,6 +187,47 @@ def test_chunks_lose_equally_many() -> None:
     assert rows.view(4, 8).sum(1).unique().numel() == 1 and bool(rows.any())
 
 
+class Pieces(nn.Module):
+    """Grouped convolutions that read a layer piece by piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 64, 1)
+        self.convs = nn.ModuleList(nn.Conv2d(32, 32, 3, groups=4) for _ in range(2))
+        self.last = nn.Conv2d(64, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pieces = self.first(x).split(self.first.out_channels // 2, 1)
+        return self.last(torch.cat([conv(piece) for conv, piece in zip(self.convs, pieces, strict=True)], 1))
+
+
+def test_pieces_lose_equally_many_in_every_group() -> None:
+    plants = planter.plant(nn.Sequential(Pieces(), nn.Conv2d(16, 5, 1)).double(), _images(3), seed=0)
+    first, conv = (plants.masks[f"0.{name}.weight"].flatten(1).all(1) for name in ("first", "convs.0"))
+    assert torch.equal(first, conv.repeat(2)) and conv.view(4, 8).sum(1).tolist() == [2] * 4
+
+
+class Laid(nn.Module):
+    """The convolution breaks the stream, but the code takes what comes out for as wide as what came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.local = nn.Linear(16, 16), nn.Conv1d(16, 16, 3, padding=1, groups=16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, N, C = x.shape
+        x = x + self.mix(x)
+        return self.local(x.transpose(1, 2)).reshape(B, C, N).transpose(1, 2)
+
+
+def test_no_writer_in_a_block_loses_what_the_stream_in_front_keeps() -> None:
+    """The model's input never dies, and then nothing behind it does; what a layer writes does."""
+    alone = nn.Sequential(Laid(), nn.Linear(16, 5)).double()
+    behind = nn.Sequential(nn.Linear(4, 16), Laid(), nn.Linear(16, 5)).double()
+    plants = [planter.plant(net, (((torch.randn(3, 6, w).double()),), {}), 0) for net, w in ((alone, 16), (behind, 4))]
+    assert "0.local.weight" not in plants[0].masks and bool(plants[1].masks["1.local.weight"].any())
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_is_planted_is_removed(zoo: Path, seed: int) -> None:
     mlp, conv = coverage.entries(str(zoo))[:2]
