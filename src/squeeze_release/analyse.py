@@ -12,13 +12,14 @@ from torch import Tensor, fx, nn
 
 from . import blocks
 from .biases import can_take_bias
-from .facts import Fact, compact, nothing, varying, vector
+from .facts import Fact, nothing, varying, vector
 from .labels import Grid, Labels, Live
 from .modules import can_index
+from .readers import count_readers
 from .rules import RULES, UNKNOWN, Op, Rule, carriers, flat, joined
-from .rules.elementwise import Identity
-from .rules.shape import Cat, Move, Pieces, Stack
+from .sizes import takes_other_sizes
 from .trace import Trace, named_arguments
+from .verify import Call
 
 # What each rule set may do beyond folding constants, dropping the unread and removing dead blocks.
 RULE_SETS: dict[str, frozenset[str]] = {
@@ -27,8 +28,6 @@ RULE_SETS: dict[str, frozenset[str]] = {
     "paper": frozenset({"norms", "heads"}),
     "all": frozenset({"norms", "heads", "head_dims", "streams", "carriers"}),
 }
-
-_HANDS_ON = (Move, Pieces, Cat, Stack, Identity)
 
 
 class Analysis:
@@ -43,6 +42,7 @@ class Analysis:
     ) -> None:
         self.model, self.options, self.keep = model, options, tuple(keep)
         self.labels = Labels()
+        self.calls: list[Call] = []
         self.ops: list[Op] = []
         self.outputs: list[Fact] = []
         self.pins: list[tuple[Tensor, str, str]] = []
@@ -62,6 +62,7 @@ class Analysis:
         self._owned: dict[int, tuple[str, int]] = {}  # first label of a parameter's dimension -> whose they are
         self._read: tuple[Tensor, Tensor] | None = None
         self._uses: dict[str, set[fx.Node]] = {}  # parameter -> the nodes it goes into
+        self._other_sizes: bool | None = None
         self._takes_bias: dict[str, bool] = {}  # module without a bias -> whether it would use one
         self._rows: dict[Any, Tensor] = {}  # table -> the labels that stand for its rows
         self._laid_out: set[Any] = set()  # the grids there are
@@ -178,6 +179,12 @@ class Analysis:
         path, _, attribute = name.rpartition(".")
         return attribute not in self.model.get_submodule(path)._non_persistent_buffers_set
 
+    def takes_other_sizes(self) -> bool:
+        """Whether the model runs on inputs of another size than the example's, as far as one can try."""
+        if self._other_sizes is None:
+            self._other_sizes = takes_other_sizes(self.model, self.calls)
+        return self._other_sizes
+
     def shared(self, name: str, op: Op) -> bool:
         """Whether another op of the same call reads this parameter too."""
         return any(reader is not op and reader.trace is op.trace for reader in self.readers[self._canonical[name]])
@@ -214,23 +221,9 @@ class Analysis:
     def sole_readers(self, labels: Tensor) -> list[Op] | None:
         """The ops that compute with these labels, if each of these has one reader at most."""
         if self._read is None:
-            self._read = self._count_readers()
+            self._read = count_readers(self)
         first, several = (reader[labels] for reader in self._read)
         return None if bool(several.any()) else [self.ops[i] for i in first.unique().tolist() if i >= 0]
-
-    def _count_readers(self) -> tuple[Tensor, Tensor]:
-        """For every label the first op that reads it as an activation (-1: none), and whether there are several."""
-        first = torch.full((len(self.labels.parent),), -1)
-        several = torch.zeros(len(first), dtype=torch.bool)
-        for i, op in enumerate(self.ops):
-            if not isinstance(rule_of(op), _HANDS_ON):
-                for layer in (layer for fact in op.facts() if fact.source != "param" for layer in fact.layers):
-                    labels = compact(layer).unique()
-                    several[labels] |= (first[labels] >= 0) & (first[labels] != i)
-                    first[labels] = torch.where(first[labels] < 0, i, first[labels])
-        for layer in (layer for fact in self.outputs for layer in fact.layers):
-            several[compact(layer).unique()] = True  # whoever gets the output reads it too
-        return first, several
 
     # ------------------------------------------------------------------ forward
 
@@ -354,6 +347,7 @@ def analyse(
 ) -> Analysis:
     """Facts of all traced calls, in one space of labels; `numbers` may be a more exact copy of the model."""
     ctx = Analysis(model, RULE_SETS[rules], keep, numbers)
+    ctx.calls = [trace.call for trace in traces]
     for trace in traces:
         ctx.read(trace)
     return ctx

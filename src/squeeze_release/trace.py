@@ -46,6 +46,7 @@ class Trace:
     calls: dict[str, ModuleCall]
     constants: dict[str, Tensor]  # placeholder -> a tensor that the code makes itself
     paths: dict[fx.Node, tuple[str, ...]] = field(default_factory=dict)
+    call: Call = ((), {})
 
     def module_of(self, node: fx.Node) -> str:
         return self.paths[node][-1] if self.paths.get(node) else ""
@@ -116,7 +117,7 @@ def trace(model: nn.Module, call: Call) -> Trace:
     first: dict[int, str] = {}  # a module may have several names: it goes by the first
     names = {name: first.setdefault(id(module), name) for name, module in model.named_modules(remove_duplicate=False)}
     paths = {node: tuple(names.get(path, path) for path in _paths(node)) for node in nodes}
-    return Trace(nodes, {k: v for k, v in params.items() if v in known}, calls, made, paths)
+    return Trace(nodes, {k: v for k, v in params.items() if v in known}, calls, made, paths, call)
 
 
 def _drop_unused_weights(graph: fx.Graph, model: nn.Module) -> None:

@@ -306,7 +306,8 @@ class Pad(Rule):
 
     Channels that are padded (the shortcut of a ResNet for CIFAR) stand beside constants of fixed width.
     Known: behind zero padding a constant times the padded 1 (`rules/carriers.py`).
-    Exact: the numbers that are padded with are constants of the op.
+    Exact: the numbers that are padded with are constants of the op. Padding by 0 is padding still, for code that pads
+    to a multiple may add something at another size; unless the model refuses every other size (`sizes.py`).
     Keeps: the pads themselves; all channels where they are cut, or padded together with positions, or reflected.
     """
 
@@ -318,6 +319,8 @@ class Pad(Rule):
         constant = op.given.get("mode", "constant") == "constant"
         if any(moved & set(varying(layer)) for layer in x.layers):
             return self._beside(op, ctx, x, out, moved) if constant else super().forward(op, ctx)
+        if not moved and _is_known(x) and not ctx.takes_other_sizes():
+            return x
         layers = tuple(compact(layer).expand(out.shape) for layer in x.layers)
         value, span = keep_uniform(x.value, tuple(moved)), None
         if constant and max(pads) >= 0:  # 0 too: code that pads to a multiple may add something at another resolution
@@ -349,6 +352,12 @@ class Pad(Rule):
     def _stand_in(x: Fact, dim: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Along the other dimensions the pads are as wide as what they pad."""
         return tuple(compact(layer).expand(shape) for layer in x.layers if dim not in varying(layer))
+
+
+def _is_known(x: Fact) -> bool:
+    """Whether there is a number to be lost."""
+    small = compact(x.value)
+    return x.span is not None or bool((~small.isnan() & (small != 0)).any())
 
 
 def origin(node: fx.Node) -> fx.Node:
