@@ -3,6 +3,9 @@
 What a bias would take is taken by its pieces, each its own rows. A buffer that is not saved with the model (BEiT's
 `k_bias`, which is 0) takes nothing; but where its rows are the keys of an attention and nothing else, nothing is lost:
 q (k + d) = q k + q d, which is the same for all keys, and the softmax cancels it.
+
+Exact: a concat of biases is a bias, row by row.
+Keeps: constants, where a piece is read by anyone else or stands twice, or where one that is not saved counts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """Attention masks that are known: made in the code, or looked up in tables of the model (relative positions).
 
 A row that is masked throughout gives 0 in fused attention, and no softmax that sums to 1.
+
+Exact: where every row of the mask has a finite entry, and so have those that another size would look up: tables are
+finite, and nothing but lookups, sums, products and bounded functions lies between them and the mask.
+Keeps: constant values under any other mask, one that comes in from outside above all.
 """
 
 from __future__ import annotations
