@@ -11,7 +11,7 @@ from check import check, noisy, seeded
 from torch import Tensor, nn
 
 import squeeze_release as sr
-from squeeze_release.sizes import takes_other_sizes
+from squeeze_release.sizes import other_paths, takes_other_sizes
 
 SIZE = 12
 
@@ -105,3 +105,54 @@ def test_other_sizes_are_found(code: object, shapes: list[tuple[int, ...]], othe
     call = (tuple(torch.randn(shape) for shape in shapes), {})
     assert takes_other_sizes(model, [call]) is other
     assert takes_other_sizes(model, [((torch.ones(2, 12, dtype=torch.int64),), {})])
+
+
+# ----------------------------------------------------------------------------------- what code does at other sizes only
+
+
+class PadsIfOdd(Merging):
+    """transformers' Swin: the padding is behind an `if`, so that a trace of an even size does not show it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).permute(0, 2, 3, 1)
+        if x.size(1) % 2 or x.size(2) % 2:
+            x = self.at_odd_sizes(x)
+        b, h, w, c = x.shape
+        x = x.view(b, h // 2, 2, w // 2, 2, c).permute(0, 1, 3, 2, 4, 5).flatten(3)
+        return self.out(self.norm(x))
+
+    def at_odd_sizes(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 0, x.size(2) % 2, 0, x.size(1) % 2))
+
+
+class CutsIfOdd(PadsIfOdd):
+    def at_odd_sizes(self, x: Tensor) -> Tensor:
+        return x[:, : x.size(1) // 2 * 2, : x.size(2) // 2 * 2]
+
+
+@pytest.mark.parametrize(("kind", "left"), [(PadsIfOdd, 8), (CutsIfOdd, 7)])
+def test_what_the_code_does_at_another_size_counts(kind: type[Merging], left: int) -> None:
+    seeded()
+    model = noisy(kind("any"))
+    with torch.no_grad():
+        model.stem.weight[[1, 4, 6]] = 0
+    small = check(model, image(), golden={"stem.out_channels": left}).model
+    for size in (10, 11, 13, 17):
+        assert torch.allclose(small(x := image(size)), model(x), atol=1e-12)
+
+
+def test_one_size_for_each_other_path() -> None:
+    even, odd = ((image(),), {}), ((image(SIZE + 1),), {})
+    assert other_paths(CutsIfOdd("any").double(), [even]) == []
+    found = other_paths(PadsIfOdd("any").double(), [even])
+    assert len(found) == 1 and found[0][0][0].size(2) % 2
+    assert other_paths(PadsIfOdd("any").double(), [even, odd]) == []
+
+
+def test_a_path_that_cannot_be_traced_is_left_out() -> None:
+    class Branches(PadsIfOdd):
+        def at_odd_sizes(self, x: Tensor) -> Tensor:
+            return super().at_odd_sizes(x if float(x.sum()) > 0 else 2 * x)
+
+    seeded()
+    check(noisy(Branches("any")), image())

@@ -1,7 +1,8 @@
-"""Does a model take inputs of another size than the example's?
+"""Does a model take inputs of another size than the example's, and what does it do with them?
 
 Code that pads to a multiple pads nothing where the example fits. At another size it may, and then what is constant here
-is not. A model that refuses every other size (timm's Swin does) never gets there.
+is not. A model that refuses every other size (timm's Swin does) never gets there. Where the padding is behind an `if`,
+as in transformers' Swin, a trace of the example does not even show it: one of a size that pads does.
 """
 
 from __future__ import annotations
@@ -9,14 +10,23 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .copies import borrowed
 from .verify import Call
+
+_MOST_PATHS = 3
+_STEPS = 64  # sizes differ by the powers of 2 up to this: by what networks divide them by
+_MERELY_LOOKS = ("__getitem__", "contiguous", "__get__", "size", "dim", "__set__")
+
+Steps = set[tuple[str, str]]  # module, and the function that its code calls
 
 
 def takes_other_sizes(model: nn.Module, calls: list[Call]) -> bool:
@@ -29,10 +39,82 @@ def takes_other_sizes(model: nn.Module, calls: list[Call]) -> bool:
     shapes = [_only_shape(call) for call in calls]
     if len(set(shapes)) != 1 or shapes[0] is None:
         return True
+    with _quietly(model) as copy:
+        return any(_runs(copy, _resized(call, other)) for other in _other_shapes(shapes[0]) for call in calls)
+
+
+def other_paths(model: nn.Module, calls: list[Call]) -> list[Call]:
+    """Examples of other sizes, at which some module calls a function that it does not call at the example's own.
+
+    Tried are images some powers of 2 larger and smaller, where one is all that comes in.
+    """
+    shape = _only_shape(calls[0])
+    if shape is None or len(shape) < 4:
+        return []
+    with _quietly(model) as copy:
+        known = set().union(*(_steps(copy, call) or set() for call in calls))
+        found = {other: _steps(copy, _resized(calls[0], other)) or set() for other in _near(shape)}
+    result: list[Call] = []
+    while found and len(result) < _MOST_PATHS:
+        best = max(found, key=lambda other: len(found[other] - known))
+        more = found.pop(best)
+        if more <= known:
+            break
+        known |= more
+        result.append(_resized(calls[0], best))
+    return result
+
+
+@contextmanager
+def _quietly(model: nn.Module) -> Iterator[nn.Module]:
+    """A copy in eval mode, to try things with."""
     with borrowed(model) as copy, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        copy.eval()
-        return any(_runs(copy, call, other) for other in _other_shapes(shapes[0]) for call in calls)
+        yield copy.eval()
+
+
+def _near(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    common = math.gcd(_STEPS, *shape[2:])
+    steps = [sign * n for n in range(1, common + 1) if common % n == 0 for sign in (-1, 1)]
+    shapes = [(*shape[:2], *(size + step for size in shape[2:])) for step in steps]
+    return [other for other in shapes if all(2 * new >= old for new, old in zip(other, shape, strict=True))]
+
+
+class _Watch(TorchFunctionMode):
+    """Which functions the code of which module calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inside, self.steps = [""], set[tuple[str, str]]()
+        self.handles = []
+        for name, module in model.named_modules():
+            self.handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
+            self.handles.append(module.register_forward_hook(self._leave))
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.inside.append(name)
+
+    def _leave(self, *_: object) -> None:
+        self.inside.pop()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name not in _MERELY_LOOKS:
+            self.steps.add((self.inside[-1], name))
+        return func(*args, **(kwargs or {}))
+
+
+def _steps(model: nn.Module, call: Call) -> Steps | None:
+    """What the code does; None if it does not run."""
+    watch = _Watch(model)
+    try:
+        with watch:
+            return watch.steps if _runs(model, call) else None
+    finally:
+        for handle in watch.handles:
+            handle.remove()
 
 
 def _only_shape(call: Call) -> tuple[int, ...] | None:
@@ -57,18 +139,23 @@ def _other_shapes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield tuple(1 if d in which else size for d, size in enumerate(shape))
 
 
-def _runs(model: nn.Module, call: Call, shape: tuple[int, ...]) -> bool:
+def _resized(call: Call, shape: tuple[int, ...]) -> Call:
+    """The example cut, or repeated from the start."""
+
     def resized(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         for dim, size in enumerate(shape):
-            places = torch.arange(size, device=value.device) % value.size(dim)
-            value = value.index_select(dim, places)
+            value = value.index_select(dim, torch.arange(size, device=value.device) % value.size(dim))
         return value
 
     args, kwargs = pytree.tree_map(resized, call)
+    return args, kwargs
+
+
+def _runs(model: nn.Module, call: Call) -> bool:
     try:
-        model(*args, **kwargs)
+        model(*call[0], **call[1])
     except Exception:
         return False
     return True

@@ -12,12 +12,13 @@ from . import bookkeeping
 from .analyse import RULE_SETS, analyse
 from .compaction import plan_compaction
 from .copies import borrow, borrowed, copy_model, emptied
-from .errors import InputError
+from .errors import InputError, SqueezeError
 from .follow import Memory, fit
 from .masks import bake_masks, check_finite
 from .plan import Plan
 from .report import Report, make_report, outline
 from .rewrite import carry_out, rewrite
+from .sizes import other_paths
 from .trace import Trace, as_calls, trace
 from .training import feeds_training_branches
 from .unwrap import unwrap
@@ -74,6 +75,7 @@ def squeeze(
     check_finite(masked)
 
     calls, before = as_calls(example_inputs, kwargs), outline(masked)
+    calls += [call for call in other_paths(masked, calls) if _exports(masked, call)]  # code may do more at other sizes
     small, plans, memory = masked, [], Memory()
     # The same steps in float64. Constants are read from it: in `small`, what earlier steps folded is rounded already.
     exact = copy_model(masked).double() if verify else None
@@ -109,6 +111,13 @@ def _traces(model: nn.Module, calls: list[Call]) -> list[Trace]:
     """Of a copy, for a forward may leave things on its modules."""
     with borrowed(model) as copy:
         return [trace(copy, call) for call in calls]
+
+
+def _exports(model: nn.Module, call: Call) -> bool:
+    try:
+        return bool(_traces(model, [call]))
+    except SqueezeError:
+        return False
 
 
 def _check_arguments(rules: str, compaction: str | None) -> None:
