@@ -45,9 +45,10 @@ def nothing_kept(model: nn.Module) -> Iterator[None]:
 def let_go(model: nn.Module) -> None:
     """What modules keep for eval mode was computed from parameters that are others now.
 
-    They let go of it when their mode is set, as they must in order to be trained.
+    Their own `train` lets go of it when their mode is set, as it must for them to be trained.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(model.training)
-    for module, training in modes:
-        module.training = training
+    for own in [module for module in model.modules() if type(module).train is not nn.Module.train]:
+        modes = [(module, module.training) for module in own.modules()]
+        own.train(own.training)
+        for module, training in modes:
+            module.training = training

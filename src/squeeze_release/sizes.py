@@ -53,7 +53,9 @@ def other_paths(model: nn.Module, calls: list[Call]) -> list[Call]:
         return []
     with _quietly(model) as copy:
         known = set().union(*(_steps(copy, call) or set() for call in calls))
-        found = {other: _steps(copy, _resized(calls[0], other)) or set() for other in _near(shape)}
+        alone = _resized(calls[0], (1, *shape[1:]))  # one sample shows as much
+        example = alone if _runs(copy, alone) else calls[0]
+        found = {other: _steps(copy, _resized(example, (None, *other[1:]))) or set() for other in _near(shape)}
     result: list[Call] = []
     while found and len(result) < _MOST_PATHS:
         best = max(found, key=lambda other: len(found[other] - known))
@@ -139,14 +141,15 @@ def _other_shapes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield tuple(1 if d in which else size for d, size in enumerate(shape))
 
 
-def _resized(call: Call, shape: tuple[int, ...]) -> Call:
-    """The example cut, or repeated from the start."""
+def _resized(call: Call, shape: tuple[int | None, ...]) -> Call:
+    """The example cut, or repeated from the start; None leaves a dimension as it is."""
 
     def resized(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         for dim, size in enumerate(shape):
-            value = value.index_select(dim, torch.arange(size, device=value.device) % value.size(dim))
+            if size is not None:
+                value = value.index_select(dim, torch.arange(size, device=value.device) % value.size(dim))
         return value
 
     args, kwargs = pytree.tree_map(resized, call)
