@@ -4,7 +4,21 @@ A rule is three small functions: `forward` says what is known of the output, `ne
 need, `absorb` how the parameters change when channels go. Its docstring states its algebra.
 """
 
-from . import affine, attention, carriers, create, elementwise, groupnorm, index, matmul, norm, pool, shape, window
+from . import (
+    affine,
+    attention,
+    carriers,
+    create,
+    elementwise,
+    groupnorm,
+    index,
+    matmul,
+    norm,
+    pool,
+    shape,
+    total,
+    window,
+)
 from .base import RULES, UNKNOWN, Op, Rule, flat, rule
 
 __all__ = [
@@ -25,5 +39,6 @@ __all__ = [
     "pool",
     "rule",
     "shape",
+    "total",
     "window",
 ]
