@@ -20,6 +20,8 @@ PROJECTION = re.compile(rf"^({_Q}|{_K}|{_V}|{_PACKED})$")
 _OUT = ("proj", "out_proj", "o_proj", "c_proj", "out_lin", "to_out", "wo", "o", "dense", "projection", "merge")
 # Code that takes the width of the stream for the width of all heads together.
 _DERIVES = re.compile(r"C\s*//\s*(self\.)?num_heads|(reshape|view)\(\s*B\w*,\s*[\w\-*\s]+,\s*C\s*\)")
+# Code that pads with zeros as far as the resolution asks for it.
+_PADS = re.compile(r"%.*\bpad\(|\bpad\(.*%", re.DOTALL)
 _WRAPPER = re.compile(r"\.(conv|c|linear|fn)$")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 
@@ -41,6 +43,8 @@ class Attention:
     normed: bool = False
     over_channels: bool = False  # it is channels that attend to channels
     derived: bool = False  # the code takes the stream to be as wide as all heads together
+    mixed: bool = False  # heads are mixed, with a bias: weights of a row sum to what depends on the number of tokens
+    bound: bool = False  # the first layer's table of positions serves all layers: heads go in all of them
 
     @property
     def size(self) -> int:
@@ -122,7 +126,9 @@ def _attention(
     derived = _DERIVES.search(_code(type(module).forward)) is not None
     over_channels = re.search("XCA|CrossCov|Channel", type(module).__name__) is not None
     found = Attention(name, "leaves", heads, kv_heads, width, qk_size, **parts, out=out, normed=normed, derived=derived)
-    return replace(found, over_channels=over_channels)
+    mixed = any(leaves[n].inputs == leaves[n].outputs == heads for n in own.values() if leaves[n].kind == "affine")
+    bound = hasattr(module, "has_relative_attention_bias")
+    return replace(found, over_channels=over_channels, mixed=mixed, bound=bound)
 
 
 def _code(function: Any) -> str:
@@ -130,6 +136,11 @@ def _code(function: Any) -> str:
     called = [function.__globals__.get(name) for name in function.__code__.co_names]
     functions = [function, *(f for f in called if isinstance(f, FunctionType) and "attention" in f.__name__)]
     return "".join(inspect.getsource(f) for f in functions)
+
+
+def pads_to_multiples(model: nn.Module) -> bool:
+    """Whether some module pads to a multiple of its window or stride."""
+    return any(_PADS.search(_code(kind.forward)) for kind in {type(module) for module in model.modules()})
 
 
 def is_rotary(model: nn.Module) -> bool:

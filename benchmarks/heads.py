@@ -54,7 +54,8 @@ class Heads:
 
     def head(self, found: Attention, by_value: bool) -> Group | Tensor:
         """One head, or all that share a key: rows of v, or the columns of the output that read it."""
-        head, size = int(torch.randint(found.kv_heads, (), generator=self.generator)), found.size
+        head = 0 if found.bound else int(torch.randint(found.kv_heads, (), generator=self.generator))
+        size = found.size
         if by_value and found.v:
             rows = torch.zeros(found.kv_heads * size, dtype=torch.bool)
             rows[head * size : (head + 1) * size] = True
@@ -73,7 +74,7 @@ class Heads:
         ways: list[tuple[Rows, Rows, bool]] = [(q, k, True), (k, q, False)]
         ways = [*(ways if zero_q else ways[::-1]), ({**q, **k}, {**q, **k}, True)]
         return [
-            _chain(self._options("v", found, [({"v": v.repeat(found.kv_heads)}, {}, self.masked)])),
+            _chain(self._options("v", found, [({"v": v.repeat(found.kv_heads)}, {}, self.masked or found.mixed)])),
             _chain(self._options("qk", found, ways)),
         ]
 

@@ -23,7 +23,7 @@ import re
 from dataclasses import dataclass
 
 import torch
-from attentions import PROJECTION, Attention, find_attentions, is_rotary, role
+from attentions import PROJECTION, Attention, find_attentions, is_rotary, pads_to_multiples, role
 from blocks import blame, choose_blocks, keep_width, read_in_pieces
 from heads import Group, Heads
 from noise import add_noise, calibrate, scale_at_rest
@@ -105,6 +105,9 @@ class Garden:
         self.token_widths = {p.size(-1) for p in tokens if p.dim()}
         self._plant_channels(base)
         self._silence(self.token_widths, only_patches=True)
+        if pads_to_multiples(model):
+            # Behind zero padding only 0 is constant, and a channel that carried the others would make the stream wider.
+            self._silence({found.width for found in derived}, norms=True)
         self._plant_attention()
         self._plant_readers()
         shuffled = _SHUFFLED.search(type(model).__name__)
@@ -165,12 +168,12 @@ class Garden:
     def _shuffled(self, name: str, which: re.Pattern[str]) -> bool:
         return bool(_SHUFFLED.search(type(self.model).__name__) and which.search(name))
 
-    def _silence(self, widths: set[int], only_patches: bool = False) -> bool:
+    def _silence(self, widths: set[int], only_patches: bool = False, norms: bool = False) -> bool:
         """A class token that joins the stream brings 0: so must all others. Whether this is news."""
         before = len(self.silent)
         for name, leaf in self.leaves.items():
             patches = isinstance(leaf.module, nn.Conv2d) and leaf.module.stride == leaf.module.kernel_size != (1, 1)
-            if leaf.kind != "norm" and leaf.outputs in widths and (patches or not only_patches):
+            if (norms or leaf.kind != "norm") and leaf.outputs in widths and (patches or not only_patches):
                 self.silent.add(name)
         return len(self.silent) > before
 
@@ -254,6 +257,9 @@ class Garden:
                 self._weight(name).zero_()
         for name, scale in self.scales.items():
             self._weight(name)[scale] = scale_at_rest(self.model, f"{name}.weight")
+            bias = getattr(self.leaves[name].module, "bias", None)
+            if name in self.silent and isinstance(bias, Tensor):
+                bias[scale] = 0
         for name, mask in self.entries.items():
             tensors[name][mask] = 0
 

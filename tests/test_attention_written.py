@@ -78,7 +78,7 @@ def test_literal_head_count_is_kept_with_a_reason():
 
 
 class Computed(Packed):
-    """The scale is computed from the width of q: it must not follow a narrower head."""
+    """The scale is computed from the width of q: it must stay what it was with a narrower head."""
 
     how = staticmethod(lambda q: 1 / math.sqrt(q.size(-1)))
 
@@ -101,14 +101,93 @@ class ByPower(Computed):
     how = staticmethod(lambda q: q.shape[-1] ** -0.5)
 
 
-@pytest.mark.parametrize("attention", [Computed, ByRoot, ByInt, ByPower])
-def test_scale_computed_from_a_width(attention):
-    net = model(attention())
+class ByQuotient(Computed):
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        attn = ((q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))).softmax(-1)
+        return self.proj((attn @ v).transpose(1, 2).reshape(b, n, -1))
+
+
+class OfQueries(Computed):
+    """torchvision's Swin: it is q that is scaled."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        return self.proj((self.scores(q, k).softmax(-1) @ v).transpose(1, 2).reshape(b, n, -1))
+
+
+class AndUnscaled(OfQueries):
+    """The same queries, read without the scale too."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q, k) + q @ k.transpose(-2, -1)
+
+
+class ScoresTwice(OfQueries):
+    """The scores are read without their scale too."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1)
+        return scores * q.shape[-1] ** -0.5 + scores.tanh()
+
+
+class Squashed(OfQueries):
+    """Between the layer and the scale is more than a shape."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q.tanh(), k)
+
+
+def kill_one_of_each(net: nn.Module) -> None:
+    """Head 1, and a dimension of q, k and v in each of the others."""
     kill_head(net.attn, 1)
     with torch.no_grad():
         for row in (0, 10, 12, 22, 24, 34):
             net.attn.qkv.weight[row] = 0
             net.attn.qkv.bias[row] = 0
+
+
+@pytest.mark.parametrize("attention", [Computed, ByPower, ByQuotient, OfQueries])
+def test_scale_computed_from_a_width_is_made_good_in_the_rows_of_q(attention):
+    net = model(attention())
+    kill_one_of_each(net)
+    squeezed = check(net, rand(*X), golden={"attn.num_heads": 2, "attn.qkv.out_features": 18})
+    kept = torch.tensor([1, 2, 3, 8, 9, 11])
+    torch.testing.assert_close(squeezed.model.attn.qkv.bias[:6], net.attn.qkv.bias[kept] * (3 / 4) ** 0.5)
+    torch.testing.assert_close(squeezed.model.attn.qkv.bias[6:12], net.attn.qkv.bias[12 + kept])
+
+
+@pytest.mark.parametrize("attention", [ByRoot, ByInt, AndUnscaled, ScoresTwice, Squashed])
+def test_scale_computed_from_a_width_keeps_heads_whole(attention):
+    net = model(attention())
+    kill_one_of_each(net)
+    check(net, rand(*X), golden={"attn.num_heads": 2, "attn.qkv.out_features": 24})
+
+
+def test_scale_of_queries_against_themselves_stays():
+    """A factor on their rows would count twice."""
+
+    class AgainstThemselves(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, v = self.split(self.q(x)), self.split(self.v(x))
+            attn = (q @ q.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1)
+            return self.proj((attn @ v).transpose(1, 2).flatten(2))
+
+    net = model(AgainstThemselves())
+    kill_scores(net.attn, 0, 5, 10)
+    check(net, rand(*X), golden={"attn.q.out_features": 12})
+
+
+def test_scale_computed_from_a_width_in_a_module_that_is_called_twice():
+    """The second call reads the same rows: nothing is scaled, for nobody knows what that call does with them."""
+    net = model(OfQueries())
+    kill_one_of_each(net)
+    net.code = lambda s, x: s.out(x + s.attn(s.attn(s.stem(x))))
     check(net, rand(*X), golden={"attn.num_heads": 2, "attn.qkv.out_features": 24})
 
 
@@ -167,6 +246,43 @@ def test_weights_that_do_not_sum_to_one_keep_value_constants(weights):
     net = model(Odd())
     kill_value(net.attn, 0, 5, 10)
     check(net, rand(*X), golden={"attn.v.out_features": 12})
+    kill_value(net.attn, 0, 5, 10, bias=0.0)  # but 0 times any weights is 0
+    check(net, rand(*X), golden={"attn.v.out_features": 9})
+
+
+class Cosine(Attention):
+    """Swin v2: queries and keys have length 1."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1) * 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
+        return self.proj((self.scores(q, k).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Unclamped(Cosine):
+    """A query of length 0 makes 0 / 0: its zeros are no constants."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q / q.norm(dim=-1, keepdim=True)) @ (k / k.norm(dim=-1, keepdim=True)).transpose(-2, -1)
+
+
+def test_cosine_attention_loses_dimensions_that_are_zero_in_queries_and_keys():
+    net = model(Cosine())
+    kill_scores(net.attn, 1, 5, 9)
+    check(net, rand(*X), golden={"attn.q.out_features": 9, "attn.k.out_features": 9, "attn.v.out_features": 12})
+
+
+def test_cosine_attention_keeps_what_counts_for_a_length():
+    net = model(Cosine())
+    kill_scores(net.attn, 1, 5, 9)
+    with torch.no_grad():
+        net.attn.k.bias[[1, 5, 9]] = 0.5  # no part of any product, but of the length of every key
+    check(net, rand(*X), golden={"attn.q.out_features": 12, "attn.k.out_features": 12})
+    other = model(Unclamped())
+    kill_scores(other.attn, 1, 5, 9)
+    check(other, rand(*X), golden={"attn.q.out_features": 12})
 
 
 def test_attention_over_channels():

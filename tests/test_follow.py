@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from check import check, noisy
 from nets import Net, dead, rand, reasons, unread
 from torch import Tensor, nn
@@ -175,6 +176,51 @@ def test_the_smaller_loss_counts_where_the_code_takes_two_widths_for_one():
 def test_widths_that_the_code_takes_for_one_stay_if_one_of_them_stays():
     check(one_width(0, 5, 6, 11), rand(2, 5, 4), golden={"stem.out_features": 16, "attn.num_heads": 4})
     check(one_width(heads=(2,)), rand(2, 5, 4), golden={"stem.out_features": 16, "attn.num_heads": 4})
+
+
+def test_single_dimensions_of_heads_keep_pace_with_the_stream():
+    """One of q and k and another one of v in every head: what ties them must not pick dimensions of its own."""
+    net = one_width(0, 5, 6, 11)
+    for head in range(4):
+        dead(net.attn.qkv, 4 * head + 1, 16 + 4 * head + 1, bias=0.0)
+        dead(net.attn.qkv, 32 + 4 * head + 2, bias=0.4)
+    check(net, rand(2, 5, 4), golden={"stem.out_features": 12, "attn.qkv.weight": (36, 12), "attn.num_heads": 4})
+
+
+def test_a_dimension_that_lives_in_one_head_stays_in_all_and_so_does_the_stream():
+    net = one_width(0, 5, 6, 11)
+    for head in range(4):
+        dead(net.attn.qkv, 4 * head + 1, 16 + 4 * head + 1, bias=0.0)
+    dead(net.attn.qkv, 38, 42, 46, bias=0.4)  # not 34, in the first head
+    check(net, rand(2, 5, 4), golden={"stem.out_features": 16, "attn.qkv.weight": (48, 16), "attn.num_heads": 4})
+
+
+class SplitProjections(OneWidth):
+    """PVT v2: q has a reshape of its own, k and v share one, and the input's width is that of all heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.q, self.kv, self.head_dim = nn.Linear(width, width), nn.Linear(width, 2 * width), width // heads
+        del self.qkv
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q = self.q(x).reshape(batch, tokens, self.num_heads, -1).permute(0, 2, 1, 3)
+        k, v = self.kv(x).reshape(batch, -1, 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
+
+
+def test_heads_of_one_width_need_their_own_dimensions_first():
+    """Heads could lose 8 of 16, the stream 7: what ties them looks when all have said what they need, and 6 go."""
+    channels, dims = (0, 3, 5, 6, 9, 11, 14), (0, 1, 6, 7, 8, 9, 14, 15)
+    net = one_width(*channels)
+    net.attn = noisy(SplitProjections(16, 2))
+    dead(net.attn.proj, *channels, bias=0.0)
+    dead(net.attn.q, *dims, bias=0.0)
+    dead(net.attn.kv, *(16 + d for d in dims), bias=0.4)
+    golden = {"stem.out_features": 10, "attn.q.weight": (10, 10), "attn.kv.weight": (20, 10), "attn.head_dim": 5}
+    check(net, rand(2, 5, 4), golden=golden)
 
 
 class Strided(nn.Module):

@@ -210,3 +210,43 @@ def test_index_buffer_read_elsewhere():
     net = selected(lambda s, x: s.one(s.a(x).index_select(1, s.index)) + s.index.sum())
     dead(net.a, 1, 3)
     check(net, rand(2, 4))
+
+
+@pytest.mark.parametrize(
+    "total", [lambda x: x.sum(-1), lambda x: x.norm(dim=-1), lambda x: x.norm(p=torch.inf, dim=-1)]
+)
+@pytest.mark.parametrize("bias, left", [(0.0, 4), (0.3, 6)])
+def test_sums_over_channels_lose_what_is_zero(total, bias, left):
+    net = noisy(Net(lambda s, x: total(s.a(x)), a=nn.Linear(4, 6)))
+    dead(net.a, 1, 4, bias=bias)
+    check(net, rand(3, 4), golden={"a.out_features": left})
+
+
+def test_sums_over_the_channels_of_each_head():
+    """Heads stay equally wide: the second has a zero more, which stays."""
+    net = noisy(
+        Net(
+            lambda s, x: s.out(s.a(x).unflatten(1, (s.heads, -1)).norm(dim=-1)),
+            a=nn.Linear(4, 12),
+            out=nn.Linear(3, 2),
+            heads=3,
+        )
+    )
+    dead(net.a, 0, 5, 6, 11, bias=0.0)
+    check(net, rand(3, 4), golden={"a.out_features": 9, "out.in_features": 3})
+    unread(net.out, 1)
+    check(net, rand(3, 4), golden={"a.out_features": 6, "out.in_features": 2})
+
+
+def test_a_sum_over_heads_binds_what_enters_it():
+    net = noisy(Net(lambda s, x: s.out(s.a(x).unflatten(1, (3, -1)).sum(1)), a=nn.Linear(4, 12), out=nn.Linear(4, 2)))
+    dead(net.a, 0, 5, 11, bias=0.0)
+    check(net, rand(3, 4), golden={"a.out_features": 12})
+    unread(net.out, 2)
+    check(net, rand(3, 4), golden={"a.out_features": 9, "out.in_features": 3})
+
+
+def test_a_norm_of_order_zero_or_less_keeps_zeros():
+    net = noisy(Net(lambda s, x: s.a(x).abs().norm(p=-1.0, dim=-1), a=nn.Linear(4, 6)))
+    dead(net.a, 1, bias=0.0)
+    check(net, rand(3, 4), golden={"a.out_features": 6})

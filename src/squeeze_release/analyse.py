@@ -274,7 +274,7 @@ class Analysis:
 
     def settle(self) -> Live:
         """The smallest set of classes that must stay."""
-        self.grids.sort(key=lambda grid: -grid.labels.size(1))
+        self.grids.sort(key=_coarseness, reverse=True)
         borders = blocks.borders(self)
         self.dead = found = blocks.find(self, borders)
         self.cut, self.wanted, read = blocks.wanted(self, borders)
@@ -289,14 +289,18 @@ class Analysis:
         for grid in self.grids:  # the finest last, so that it counts
             if grid.outer is not None and grid.ragged:
                 live.row_of[grid.labels] = grid.outer[:, None].expand_as(grid.labels)
+            if grid.inner is not None:
+                live.in_grid[grid.inner] = True
         live.grown = True
         while live.grown:
             live.grown = False
             for op in reversed(self.ops):
                 if op in self.wanted:
                     rule_of(op).need(op, self, live)
+            for grid in self.grids if not live.grown else ():
+                grid.enter(live)
             # A coarse grid has a choice of what to revive: it must see what all the finer ones want.
-            for _, level in itertools.groupby(reversed(self.grids), key=lambda grid: grid.labels.size(1)):
+            for _, level in itertools.groupby(reversed(self.grids), key=_coarseness):
                 if not live.grown:
                     for grid in level:
                         grid.settle(live)
@@ -355,6 +359,11 @@ def analyse(
 
 def rule_of(op: Op) -> Rule:
     return RULES.get(op.node.target, UNKNOWN)
+
+
+def _coarseness(grid: Grid) -> tuple[int, int]:
+    """Long rows leave more to choose; of equally long ones, a table of several must see what each of these wants."""
+    return grid.labels.size(1), grid.labels.size(0)
 
 
 def _key(labels: Tensor | None) -> object:

@@ -30,6 +30,7 @@ from .rules.elementwise import Identity
 from .rules.groupnorm import GroupNorm
 from .rules.index import SliceScatter
 from .rules.shape import Move, Pieces
+from .scales import make_good
 from .trace import Trace, named_arguments, trace
 from .verify import Call
 
@@ -135,6 +136,7 @@ def _size(model: nn.Module) -> int:
 def check(ctx: Analysis, live: Live, plan: Plan, model: nn.Module, calls: list[Call]) -> Problem | list[Trace]:
     """Trace the narrowed model and compare every op with the prediction."""
     traces = []
+    plan.forget_made_good()
     old_traces = list(dict.fromkeys(op.trace for op in ctx.ops))
     for old, call in zip(old_traces, calls, strict=True):
         try:
@@ -165,7 +167,8 @@ def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> P
         if by_node.get(was) not in ctx.wanted:
             continue  # nobody reads its numbers
         text = _differs(by_node[was], now, live)
-        if text is None and _numbers(was, old) != _numbers(now, new, plan.rescaled.get(place)):
+        same = text is not None or _numbers(was, old) == _numbers(now, new, plan.rescaled.get(place))
+        if not same and not make_good(ctx, by_node, by_node[was], now, live, plan):
             text = f"a number in its code depends on a width: {_short(was)}"
         if text is not None:
             return Problem(place, text, (2, i))

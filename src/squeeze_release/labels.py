@@ -69,6 +69,7 @@ class Live:
         self.grown = False
         self._sizes = torch.bincount(self.root, minlength=len(self.root))
         self.row_of = torch.full((len(self.root),), -1)  # label -> the label that stands for its row in the finest grid
+        self.in_grid = torch.zeros_like(self.mask)  # labels that stand for a column of a grid
 
     def reluctance(self, labels: Tensor) -> Tensor:
         """How little one would like to revive each dead label of a table, row by row of the table."""
@@ -142,13 +143,21 @@ class Grid:
     rigid: bool = False  # only whole rows may go
     module: str = ""  # whose code lays the table out
 
-    def settle(self, live: Live, least: int = 0) -> None:
-        """Revive the fewest labels that make what stays rectangular, at least so many a row."""
-        alive = live[self.labels]
-        rows = alive.any(1)
+    def enter(self, live: Live) -> Tensor:
+        """Which rows stay; what stands for them stays with them.
+
+        For all grids before any of them revives a label: a head that stays needs labels of its own, and others that a
+        grid picked before these are known would stay beside them.
+        """
+        rows = live[self.labels].any(1)
         if self.outer is not None:
             live.mark(self.outer[rows], self.where, "part of its head or group stays")
             rows = rows | live[self.outer]
+        return rows
+
+    def settle(self, live: Live, least: int = 0) -> None:
+        """Revive the fewest labels that make what stays rectangular, at least so many a row."""
+        alive, rows = live[self.labels], self.enter(live)
         if self.inner is not None:
             rows = rows | (live[self.inner].any() & ~rows.any())
         if not rows.any():

@@ -64,6 +64,7 @@ class Plan:
     folded: dict[str, Fold] = field(default_factory=dict)  # by bias, or by module where there is none yet
     constant: dict[str, ConstantRows] = field(default_factory=dict)  # by module
     scaled: dict[str, Tensor] = field(default_factory=dict)  # parameter -> a factor for every row
+    made_good: set[str] = field(default_factory=set)  # those whose factors undo a scale that follows a width
     carried: dict[str, dict[object, Carry]] = field(default_factory=dict)  # weight -> columns that go into others
     replaced_values: dict[str, Tensor] = field(default_factory=dict)
     indices: dict[str, Tensor] = field(default_factory=dict)  # module -> input channels it gathers
@@ -120,6 +121,23 @@ class Plan:
 
     def values(self, name: str, values: Tensor) -> None:
         self.replaced_values[name] = values
+
+    def make_good(self, ctx: Analysis, labels: Tensor, factor: float) -> bool:
+        """Scale rows whose product the code scales otherwise than before; False if they are scaled already."""
+        mine = Plan()
+        mine.scale_rows(ctx, labels, factor)
+        if any(name in self.scaled and name not in self.made_good for name in mine.scaled):
+            return False
+        for name, factors in mine.scaled.items():  # q and k may be parts of one weight
+            self.scaled[name] = self.scaled.get(name, torch.ones_like(factors)) * factors
+        self.made_good |= set(mine.scaled)
+        return True
+
+    def forget_made_good(self) -> None:
+        """For a new trial, in which the code may scale as before."""
+        for name in self.made_good:
+            del self.scaled[name]
+        self.made_good = set()
 
     def scale_rows(self, ctx: Analysis, labels: Tensor, factor: float) -> None:
         """Scale the rows of the weights that carry these labels, and their biases."""

@@ -15,7 +15,7 @@ from .rules.shape import Cat, Move, Pieces, Stack
 if TYPE_CHECKING:
     from .analyse import Analysis
 
-_HANDS_ON = (Move, Pieces, Cat, Stack, Identity)
+HANDS_ON = (Move, Pieces, Cat, Stack, Identity)
 
 
 def count_readers(ctx: Analysis) -> tuple[Tensor, Tensor]:
@@ -23,7 +23,7 @@ def count_readers(ctx: Analysis) -> tuple[Tensor, Tensor]:
     first = torch.full((len(ctx.labels.parent),), -1)
     several = torch.zeros(len(first), dtype=torch.bool)
     for i, op in enumerate(ctx.ops):
-        if not isinstance(RULES.get(op.node.target), _HANDS_ON):
+        if not isinstance(RULES.get(op.node.target), HANDS_ON):
             for layer in (layer for fact in op.facts() if fact.source != "param" for layer in fact.layers):
                 labels = compact(layer).unique()
                 several[labels] |= (first[labels] >= 0) & (first[labels] != i)

@@ -17,6 +17,7 @@ from . import (
     norm,
     pool,
     shape,
+    total,
     window,
 )
 from .base import RULES, UNKNOWN, Op, Rule, flat, rule
@@ -40,5 +41,6 @@ __all__ = [
     "pool",
     "rule",
     "shape",
+    "total",
     "window",
 ]

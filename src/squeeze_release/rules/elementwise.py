@@ -99,7 +99,7 @@ class Combine(Rule):
 
     Along a dimension of size 1 an operand is read by all and binds nothing. An operand that has one of the dimensions
     over which the other's channels spread, and broadcasts over the rest, binds that index in all of them (`Grid`).
-    An operand of fixed extent fixes the channels it meets. 0 * x = 0.
+    An operand of fixed extent fixes the channels it meets. 0 * x = 0; 0 / x = 0 where x = max(z, eps) with eps > 0.
     Constant: where all operands are, and where a factor is 0. 0 + x is x: a zero that meets a living channel stays.
     Known: what is known up to shared functions (`rules/carriers.py`), and scaled or shifted by constants.
     Exact: channels that meet go together or not at all, so what is left meets what it met before.
@@ -141,7 +141,20 @@ class Combine(Rule):
         if op.name.startswith(("aten.mul", "aten.multiply")):
             for value in values:
                 result = torch.where(value == 0, 0.0, result)
+        if op.name.startswith(("aten.div", "aten.true_divide")) and isinstance(op.given["self"], Fact):
+            divisor = op.given["other"]
+            if isinstance(divisor, Fact) and never_zero(op.node.args[1]):
+                result = torch.where(values[0] == 0, 0.0, result)
         return result.expand(shape)
+
+
+def never_zero(node: Any) -> bool:
+    """Whether a tensor is at least some eps > 0, as the length is that `F.normalize` divides by."""
+    moves = ("aten.expand", "aten.unsqueeze.", "aten.view.", "aten.reshape.", "aten.alias.")
+    while str(node.target).startswith(moves):
+        node = node.args[0]
+    least = node.args[1] if len(node.args) > 1 else None
+    return str(node.target).startswith("aten.clamp_min.default") and isinstance(least, (int, float)) and least > 0
 
 
 @rule(*OPAQUE)

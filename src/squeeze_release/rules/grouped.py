@@ -56,7 +56,7 @@ def copies_along(op: Op, ctx: Analysis, shape: tuple[int, ...], dims: list[int])
 def keep_unbound(op: Op, live: Live) -> None:
     """Copies that no other channel is bound to stay: it is not known what the code does with them."""
     for labels in op.memo.get("copies", ()):
-        if bool((live.members(labels) == 1).any()):
+        if bool(((live.members(labels) == 1) & ~live.in_grid[labels]).any()):
             live.mark(labels, op.where, "copies that are bound to nothing")
 
 

@@ -87,14 +87,12 @@ class Pool(Rule):
 
 @rule(
     "mean.dim",
-    "sum.dim_IntList",
     "amax",
     "amin",
     "var.dim",
     "var.correction",
     "std.dim",
     "std.correction",
-    "linalg_vector_norm",
     "norm.ScalarOpt_dim",
     "argmax",
     "argmin",
@@ -132,7 +130,7 @@ class Reduce(Rule):
         )
         if not isinstance(outs, Fact):
             return self._blank_with_pins(op, ctx, x)
-        layers = [bind_along(op, ctx, layer, dims) for layer in x.layers]
+        layers = [self.bind(op, ctx, layer, dims) for layer in x.layers]
         same = outs.shape == x.shape  # a softmax or a running sum
         kept = [compact(x.layers[i] if same else layer) for i, layer in enumerate(layers) if layer is not None]
         value = self._value(op, x, dims)
@@ -160,6 +158,9 @@ class Reduce(Rule):
         if parts and op.name.startswith(("aten.softmax", "aten._softmax")):
             return wide.softmax(dims[0])
         return torch.full_like(compact(unknown(x.shape)), torch.nan)
+
+    def bind(self, op: Op, ctx: Analysis, layer: Tensor, dims: tuple[int, ...]) -> Tensor | None:
+        return bind_along(op, ctx, layer, dims)
 
     def _blank_with_pins(self, op: Op, ctx: Analysis, x: Fact) -> Facts:
         for layer in x.layers:
