@@ -79,12 +79,16 @@ def squeeze(
     exact = copy_model(masked).double() if verify else None
     first = traces = _traces(small, calls)  # 1. trace
     while True:
+        unbound = not memory.tied
         facts = analyse(small, traces, rules, keep, exact)  # 2. constants, forward
         facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
         fitted = fit(facts, calls, memory)  # 3. liveness, backward  4. plan, and see that the code follows it
         step = fitted.plan if fitted.saved > 0 else plan_compaction(facts) if compaction else Plan()
-        if step.empty:
+        if step.empty and unbound:
             break
+        if step.empty:  # what had to be tied in wider layers may be tied in another way in those that are left
+            memory = Memory(memory.liked)
+            continue
         # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
         traces = fitted.traces if fitted.saved > 0 else _traces(rewrite(borrow(small), step), calls)
         plans.append(step)
