@@ -25,7 +25,7 @@ RULE_SETS: dict[str, frozenset[str]] = {
     "A": frozenset(),
     "AB": frozenset({"norms"}),
     "paper": frozenset({"norms", "heads"}),
-    "all": frozenset({"norms", "heads", "head_dims", "streams", "carriers"}),
+    "all": frozenset({"norms", "heads", "head_dims", "streams", "carriers", "computed"}),
 }
 
 _HANDS_ON = (Move, Pieces, Cat, Stack, Identity)
