@@ -80,6 +80,29 @@ def test_what_loses_nothing_stays_as_it_is() -> None:
     check(model, image(), golden=golden, gradients=False)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = Standardised(6, 4, 1), Standardised(4, 6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.relu(self.inner(x)))
+
+
+def test_a_dead_block_does_not_hold_on_to_its_stream() -> None:
+    model = noisy(nn.Sequential(nn.Conv2d(3, 6, 1), Block(), nn.Conv2d(6, 2, 1)))
+    dead(model[0], 1)
+    model[1].outer.gain.data.zero_()
+    check(model, image(), golden={"0.out_channels": 5, "1": sr.modules.Shift}, gradients=False)
+
+
+def test_a_block_with_one_living_filter_does() -> None:
+    model = noisy(nn.Sequential(nn.Conv2d(3, 6, 1), Block(), nn.Conv2d(6, 2, 1)))
+    model[1].outer.gain.data[[0, 2, 3, 4, 5]] = 0
+    golden = {"0.out_channels": 6, "1.inner.weight": (4, 6, 1, 1), "1.inner": Standardised}
+    check(model, image(), golden=golden)
+
+
 def test_a_weight_computed_in_single_precision_stays() -> None:
     model = net(Cast)
     dead(model[0], 1, bias=-1.0)

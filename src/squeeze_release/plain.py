@@ -11,13 +11,12 @@ convolution's own parameters; code that does more than compute the weight and co
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from .blocks import within
+from .blocks import inside, within
 from .plan import Plain, Plan
 from .rules import Op
 
@@ -48,9 +47,10 @@ def plan_plain(ctx: Analysis) -> Plan:
     return Plan(plain=found)
 
 
-def narrowed(plan: Plan, slices: Collection[str]) -> Plan:
-    """Only those that lose channels: the others stay as they are."""
-    return Plan(plain={path: made for path, made in plan.plain.items() if f"{path}.weight" in slices})
+def that_matter(step: Plan, then: Plan) -> Plan:
+    """Only those that lose channels then, or are part of a dead block: the others stay as they are."""
+    names = {path for path in step.plain if f"{path}.weight" in then.slices or inside(path, then.dead)}
+    return Plan(plain={path: made for path, made in step.plain.items() if path in names})
 
 
 def _computes(ops: list[Op]) -> bool:

@@ -15,7 +15,7 @@ from .copies import borrow, borrowed, copy_model, emptied
 from .errors import InputError
 from .follow import Memory, fit
 from .masks import bake_masks, check_finite
-from .plain import narrowed, plan_plain
+from .plain import plan_plain, that_matter
 from .plan import Plan
 from .report import Report, make_report, outline
 from .rewrite import carry_out, rewrite
@@ -126,7 +126,7 @@ def _plain_step(facts: Analysis, small: nn.Module, calls: list[Call], rules: str
     with borrowed(small) as copy:
         model = rewrite(copy, step)
         found = fit(analyse(model, _traces(model, calls), rules, keep), calls, Memory())
-    return narrowed(step, found.plan.slices if found.saved > 0 else ())
+    return that_matter(step, found.plan if found.saved > 0 else Plan())
 
 
 def _check_arguments(rules: str, compaction: str | None) -> None:
