@@ -333,6 +333,8 @@ class Garden:
         for width in widths:
             self.rows = {n: rows for n, rows in self.rows.items() if self.leaves[n].outputs != width}
             del self.dead[width]
+            for out in [found.out for found in self.attentions if found.derived and found.width == width]:
+                self.columns.pop(out, None)  # a quarter of the heads goes with the stream or not at all
         return changed
 
     def _is_dead_stream(self, found: Attention, seen: Observation) -> bool:

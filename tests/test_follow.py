@@ -334,3 +334,50 @@ def test_code_that_gives_all_heads_one_width_does_not_tie_them_to_the_stream():
 def test_widths_of_heads_that_the_code_tells_apart_go_apart():
     golden = {"0.out_features": 8, "1.head_dim": 3, "1.v_dim": 2, "1.q.out_features": 9, "1.v.out_features": 6}
     check(attends(OneHeadDim(v_dim=4)), rand(2, 4, 5), golden=golden)
+
+
+class Serving(nn.Module):
+    """SHViT: `partial` is the width of a part of the stream and of what is computed from it."""
+
+    def __init__(self, dim: int, partial: int, extra: int) -> None:
+        super().__init__()
+        self.dim, self.partial, self.extra = dim, partial, extra
+        self.inner = nn.Linear(partial, partial + extra)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = torch.split(x, [self.partial, self.dim - self.partial], dim=1)
+        c, gate = torch.split(self.inner(a), [self.partial, self.extra], dim=1)
+        return x + self.out(torch.cat([c * gate.sum(1, keepdim=True).tanh(), b], 1))
+
+
+def serving() -> nn.Sequential:
+    stages = [nn.Linear(4, 12), Serving(12, 5, 2), Serving(12, 5, 2), nn.Linear(12, 16), Serving(16, 6, 3)]
+    return noisy(nn.Sequential(*stages, nn.Linear(16, 3)))  # type: ignore[return-value]
+
+
+def kill_stream(net: nn.Sequential, at: list[int], channels: list[int], reader: int) -> None:
+    for module in (net[i] for i in at):
+        layer = module.out if isinstance(module, Serving) else module
+        dead(layer, *channels)
+        if isinstance(module, Serving):
+            unread(module.out, *[c for c in channels if c >= module.partial])
+    unread(net[reader], *channels)
+
+
+def test_a_width_that_serves_twice_keeps_its_part_of_the_stream_and_no_more():
+    """All of `inner` is alive, so all that it reads stays; the other part of the stream goes, in every stage."""
+    net = serving()
+    kill_stream(net, [0, 1, 2], [1, 7, 9], 3)
+    kill_stream(net, [3, 4], [2, 8, 10], 5)
+    golden = {"1.dim": 10, "1.partial": 5, "2.dim": 10, "3.in_features": 10, "4.dim": 14, "4.partial": 6}
+    check(net, rand(3, 4), golden=golden)
+
+
+def test_a_width_that_serves_twice_shrinks_where_both_do():
+    net = serving()
+    kill_stream(net, [0, 1, 2], [1, 7], 3)
+    for module in (net[1], net[2]):
+        dead(module.inner, 3)
+        module.inner.bias.data[3] = 0
+    check(net, rand(3, 4), golden={"1.dim": 10, "1.partial": 4, "2.partial": 4, "4.partial": 6, "4.dim": 16})

@@ -169,3 +169,9 @@ def test_a_dead_residual_keeps_its_shift() -> None:
 def test_seeds_that_once_crashed(seed: int) -> None:
     """Labels of keys and values that do not lie side by side in memory."""
     attack_all(case_of(seed), seed)
+
+
+@pytest.mark.parametrize("seed", [100907, 100908, 101075, 101761, 102369])
+def test_seeds_whose_second_squeeze_once_found_more(seed: int) -> None:
+    """Heads were tied in one way for the widths they had; at the widths that were left another way let more go."""
+    attack_all(case_of(seed), seed)

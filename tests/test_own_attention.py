@@ -135,3 +135,41 @@ def test_a_constant_channel_in_front_of_the_norm_goes() -> None:
         model.attention.out.weight[4] = 0
     small, _ = check(model, tokens(), golden={"embed.out_features": 23, "head.in_features": 23, "norm.weight": (23,)})
     assert int(small.norm.count) == 1
+
+
+class CrossCovariance(nn.Module):
+    """XCiT: channels attend to channels, and positions are summed over."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.temperature = nn.Parameter(torch.ones(num_heads, 1, 1))
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], 3, self.num_heads, self.head_dim)
+        q, k, v = self.qkv(x).reshape(shape).permute(2, 0, 3, 4, 1).unbind(0)
+        q, k = nn.functional.normalize(q, dim=-1) * self.temperature, nn.functional.normalize(k, dim=-1)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, scale=1.0)
+        return self.out(y.permute(0, 3, 1, 2).flatten(2))
+
+
+def test_heads_of_channels_that_attend_to_channels_go() -> None:
+    model = net(CrossCovariance)
+    with torch.no_grad():
+        model.attention.out.weight[:, 12:18] = 0  # head 2: unread
+        model.attention.qkv.weight[48:54] = 0  # head 0: all its values are 0 everywhere
+        model.attention.qkv.bias[48:54] = 0
+    golden = {"attention.num_heads": 2, "attention.qkv.out_features": 36, "attention.temperature": (2, 1, 1)}
+    small = check(model, tokens(), golden=golden).model
+    assert_same(model, small, (tokens(3, 9),), {})
+
+
+def test_keys_and_values_that_are_0_count_in_a_softmax_over_channels() -> None:
+    """They add nothing to the sum, but all others weigh less for them. So do constants that differ."""
+    model = net(CrossCovariance)
+    with torch.no_grad():
+        model.attention.qkv.weight[[25, 49, 50]] = 0
+        model.attention.qkv.bias[[25, 49]] = 0
+        model.attention.out.weight[:, 4] = 0
+    check(model, tokens(), golden={"attention.num_heads": 4, "attention.qkv.out_features": 72})

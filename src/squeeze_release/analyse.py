@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from . import blocks
 from .biases import can_take_bias
-from .facts import Fact, nothing, varying, vector
+from .facts import Fact, compact, nothing, varying, vector
 from .labels import Grid, Labels, Live
 from .modules import can_index
 from .readers import count_readers
@@ -26,7 +26,7 @@ RULE_SETS: dict[str, frozenset[str]] = {
     "A": frozenset(),
     "AB": frozenset({"norms"}),
     "paper": frozenset({"norms", "heads"}),
-    "all": frozenset({"norms", "heads", "head_dims", "streams", "carriers"}),
+    "all": frozenset({"norms", "heads", "head_dims", "streams", "carriers", "computed"}),
 }
 
 
@@ -54,6 +54,7 @@ class Analysis:
         self.refused: dict[str, int] = {}  # module whose code did not follow -> how many steps it was let less go
         self.blamed: dict[type, set[str]] = {}  # the modules that were found at fault, by class
         self.tied: dict[str, int] = {}  # modules whose code takes widths that were equal for one, see `refuse.tie`
+        self.stiffened: dict[str, list[Grid]] = {}  # module -> grids of which only whole rows go, for want of better
         self.whole: set[str] = set()  # modules that are not replaced
         self.cut: set[Op] = set()
         self.wanted: set[Op] = set()
@@ -102,7 +103,7 @@ class Analysis:
         return found
 
     def pin(self, labels: Tensor, op: Op, text: str) -> None:
-        self.pins.append((labels.unique(), op.where, text))
+        self.pins.append((compact(labels).unique(), op.where, text))
 
     def pin_param(self, name: str, dim: int, op: Op, text: str) -> None:
         labels = self.param_labels(name, dim)
@@ -140,7 +141,7 @@ class Analysis:
             for op in border.ops.values():
                 for fact in op.outputs():
                     if op.node in exits or fact.shape in places:
-                        self.pins += [(layer.unique(), op.where, text) for layer in fact.layers]
+                        self.pins += [(compact(layer).unique(), op.where, text) for layer in fact.layers]
 
     def agreed(self, reader: str) -> Tensor:
         """What every call of a reader knows alike of its channels; NaN elsewhere."""
@@ -315,7 +316,7 @@ class Analysis:
     def _mark_fixed(self, live: Live) -> None:
         for fact in self.outputs:
             for layer in fact.layers:
-                live.mark(layer.unique(), "output", "an output of the model")
+                live.mark(compact(layer).unique(), "output", "an output of the model")
         for labels, where, text in self.pins:
             live.mark(labels, where, text)
         for name, canonical in self._canonical.items():

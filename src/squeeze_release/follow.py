@@ -63,6 +63,10 @@ class Memory:
     tied: dict[str, int] = field(default_factory=dict)  # modules whose code takes several widths for one
     _tried: set[object] = field(default_factory=set)
 
+    def like(self, picked: dict[Key, Option]) -> None:
+        """These options got the code further: they come first from now on."""
+        self.liked.update({key: option.slots for key, option in picked.items()})
+
     def is_new(self, ctx: Analysis, problem: Problem, what: object) -> bool:
         """Whether this was not tried yet for a problem of that class; now it is."""
         kind = type(ctx.model.get_submodule(problem.module))
@@ -107,11 +111,12 @@ def _search(ctx: Analysis, live: Live, plan: Plan, calls: list[Call], memory: Me
                 found = tried(picked | change)
                 if isinstance(found, Fit) or found.progress > best.progress:
                     best, picked, stuck = found, picked | change, False
+                    memory.like(change)  # also where a later problem makes the analysis let less go
                     break
     if isinstance(best, Problem) and memory.is_new(ctx, best, "real weights"):
         best = tried(picked, real=True)
     if isinstance(best, Fit):
-        memory.liked.update({key: option.slots for key, option in picked.items()})
+        memory.like(picked)
     return best
 
 

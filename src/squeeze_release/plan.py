@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .blocks import Replacement, inside
 from .labels import Live
@@ -56,6 +56,15 @@ class Heads:
     scale: float
 
 
+@dataclass(frozen=True)
+class Plain:
+    """A convolution with the weight that it used to compute."""
+
+    kind: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]
+    weight: Tensor
+    arguments: dict[str, Any]
+
+
 @dataclass
 class Plan:
     """Edits by name. Everything here is about the model as it was before any edit."""
@@ -80,10 +89,11 @@ class Plan:
     rescaled: dict[str, tuple[float, float]] = field(default_factory=dict)  # module -> float attribute, old and new
     attributes: dict[str, dict[str, int | tuple[int, ...] | list[int]]] = field(default_factory=dict)
     dead: dict[str, Replacement] = field(default_factory=dict)
+    plain: dict[str, Plain] = field(default_factory=dict)  # module -> the convolution that takes its place
 
     @property
     def empty(self) -> bool:
-        return not (self.slices or self.placed or self.dead)
+        return not (self.slices or self.placed or self.dead or self.plain)
 
     # What rules say in `absorb`:
 

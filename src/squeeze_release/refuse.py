@@ -13,6 +13,7 @@ from .facts import Fact, compact
 from .labels import Grid
 from .rules.shape import Move, Pieces
 
+_LAST = 5  # the step at which nothing of a module goes
 _ENOUGH = 3  # modules of a class that do not follow, to think the same of all of them
 
 
@@ -28,7 +29,7 @@ def refuse(ctx: Analysis, module: str, text: str) -> bool:
     blamed.add(module)
     possible = _let_less_go(ctx, module, text)
     if len(blamed) >= _ENOUGH and not kind.__module__.startswith("torch.nn."):
-        step = min(ctx.refused.get(module, 0), 3)
+        step = min(ctx.refused.get(module, 0), _LAST)
         for path in [path for path, other in every.items() if type(other) is kind]:
             while ctx.refused.get(path, 0) < step:
                 _let_less_go(ctx, path, text)
@@ -36,8 +37,8 @@ def refuse(ctx: Analysis, module: str, text: str) -> bool:
 
 
 def _let_less_go(ctx: Analysis, module: str, text: str) -> bool:
-    """Whole modules stay first. Then widths that were equal stay equal; then only whole heads go; then no heads; then
-    nothing of this module; then nothing at all."""
+    """Whole modules stay first. Then widths that were equal stay equal, if that lets some of them go; then only whole
+    heads go; then equal widths stay equal all the same; then no heads go; then nothing of this module; then nothing."""
     swapped = {path for path in ctx.dead if within(path, module) or within(module, path)}
     if swapped - ctx.whole:
         ctx.whole |= swapped
@@ -47,20 +48,35 @@ def _let_less_go(ctx: Analysis, module: str, text: str) -> bool:
     step = ctx.refused[module] = ctx.refused.get(module, 0) + 1
     grids = [grid for grid in ctx.grids if grid.module == module]
     if step == 1 and any(grid.ragged and not grid.rigid for grid in grids):
-        for grid in grids:
-            grid.rigid = grid.ragged
-    elif step <= 2 and grids:
-        ctx.refused[module] = 2
+        ctx.stiffened[module] = [grid for grid in grids if grid.ragged and not grid.rigid]
+        for grid in ctx.stiffened[module]:
+            grid.rigid = True
+    elif step <= 3 and _tie_regardless(ctx, module, max(step, 2)):
+        pass
+    elif step <= 4 and grids:
+        ctx.refused[module] = 4
         ctx.pins += [(grid.labels.unique(), module, text) for grid in grids]
-    elif step <= 3:
-        ctx.refused[module] = 3
-        ctx.pins += [(layer.unique(), module, text) for fact in _around(ctx, module) for layer in fact.layers]
+    elif step <= _LAST:
+        ctx.refused[module] = _LAST
+        ctx.pins += [(compact(layer).unique(), module, text) for fact in _around(ctx, module) for layer in fact.layers]
     elif module:  # the fault is not there but in the code that calls it, and so for all of its class
         return any([_let_less_go(ctx, path, text) for path in _callers(ctx, module)])
-    elif step == 4:
+    elif step == _LAST + 1:
         ctx.pins.append((torch.arange(len(ctx.labels.parent)), module, text))
         ctx.whole |= {path for path, _ in ctx.model.named_modules()}
-    return step <= 4
+    return step <= _LAST + 1
+
+
+def _tie_regardless(ctx: Analysis, module: str, first: int) -> bool:
+    """Whole heads did not do. What the ties bind may have to stay, but the rest of the module need not stay with it."""
+    for grid in ctx.stiffened.pop(module, ()):
+        grid.rigid = False
+    for level in range(first, len(_TIES) + 1):
+        ctx.refused[module] = level
+        ctx.tied[module] = 0 if level == 2 else level - 1
+        if tie(ctx, module, level):
+            return True
+    return False
 
 
 def _tie_more(ctx: Analysis, module: str) -> bool:

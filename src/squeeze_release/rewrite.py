@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from .modules import (
     with_place,
 )
 from .norms import Norm
-from .plan import Carry, ConstantRows, Fold, Plan
+from .plan import Carry, ConstantRows, Fold, Plain, Plan
 
 
 class Tensors:
@@ -166,6 +167,8 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
     for path, attributes in plan.attributes.items():
         for attribute, value in attributes.items():
             setattr(model.get_submodule(path), attribute, value)
+    for path, made in plan.plain.items():
+        model = _swap(model, path, _plain(model.get_submodule(path), made))
     for path, index in plan.indices.items():
         model = _swap(model, path, with_index(model.get_submodule(path), index))
     for path, live in plan.placed.items():
@@ -246,6 +249,18 @@ def compensated(old: nn.Module, norm: Norm, constants: Tensor) -> nn.Module:
     if like is not None:
         new.to(like.device)
     new.merge(constants)
+    _inherit(new, old)
+    return new
+
+
+def _plain(old: nn.Module, made: Plain) -> nn.Module:
+    """A convolution with the weight that the old one computes."""
+    assert isinstance(old, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    size: Any = old.kernel_size
+    new = made.kind(old.in_channels, old.out_channels, size, bias=False, device="meta", **made.arguments)
+    like = old.weight
+    new.weight = nn.Parameter(made.weight.to(like.device, like.dtype), requires_grad=like.requires_grad)
+    new.bias = old.bias
     _inherit(new, old)
     return new
 

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from . import bookkeeping
-from .analyse import RULE_SETS, analyse
+from .analyse import RULE_SETS, Analysis, analyse
 from .compaction import plan_compaction
 from .copies import borrow, borrowed, copy_model, emptied
 from .errors import InputError, SqueezeError
 from .follow import Memory, fit
 from .masks import bake_masks, check_finite
+from .plain import plan_plain, that_matter
 from .plan import Plan
 from .report import Report, make_report, outline
 from .rewrite import carry_out, rewrite
@@ -81,12 +82,18 @@ def squeeze(
     exact = copy_model(masked).double() if verify else None
     first = traces = _traces(small, calls)  # 1. trace
     while True:
+        unbound = not memory.tied
         facts = analyse(small, traces, rules, keep, exact)  # 2. constants, forward
         facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
         fitted = fit(facts, calls, memory)  # 3. liveness, backward  4. plan, and see that the code follows it
-        step = fitted.plan if fitted.saved > 0 else plan_compaction(facts) if compaction else Plan()
-        if step.empty:
+        step = fitted.plan if fitted.saved > 0 else _plain_step(facts, small, calls, rules, keep)
+        if step.empty and compaction:
+            step = plan_compaction(facts)
+        if step.empty and unbound:
             break
+        if step.empty:  # what had to be tied in wider layers may be tied in another way in those that are left
+            memory = Memory(memory.liked)
+            continue
         # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
         traces = fitted.traces if fitted.saved > 0 else _traces(rewrite(borrow(small), step), calls)
         plans.append(step)
@@ -118,6 +125,17 @@ def _exports(model: nn.Module, call: Call) -> bool:
         return bool(_traces(model, [call]))
     except SqueezeError:
         return False
+
+
+def _plain_step(facts: Analysis, small: nn.Module, calls: list[Call], rules: str, keep: Sequence[str]) -> Plan:
+    """Computed weights become plain ones, where a look at what comes of that finds channels to go."""
+    step = plan_plain(facts)
+    if step.empty:
+        return step
+    with borrowed(small) as copy:
+        model = rewrite(copy, step)
+        found = fit(analyse(model, _traces(model, calls), rules, keep), calls, Memory())
+    return that_matter(step, found.plan if found.saved > 0 else Plan())
 
 
 def _check_arguments(rules: str, compaction: str | None) -> None:

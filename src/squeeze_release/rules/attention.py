@@ -109,6 +109,8 @@ class Attention(Contraction):
     Grouped queries: a head of k and v goes with the last of the heads of q that read it; one head of q alone goes where
     as many go from every group. A mask with a number for every head binds them where it has labels (a table of relative
     positions), and fixes them where it has none.
+    Channels for tokens (cross-covariance): where the labels of q, k and v lie along the tokens, whole heads go. A query
+    is written and read by itself; keys and values all count in its softmax, even those that are 0.
     Exact: under any mask for what is 0 or unread; for constant values where every row has a key it may look at, which
     a mask from outside does not promise; one that code makes from finite tables does (`rules/masked.py`).
     Keeps: tokens; constant values under a mask from outside; dimensions of q and k where s is the default and q does
@@ -119,6 +121,8 @@ class Attention(Contraction):
     def forward(self, op: Op, ctx: Analysis) -> Facts:
         q, k, v, out = (op.given["query"], op.given["key"], op.given["value"], blank(op))
         assert isinstance(out, Fact)
+        if (crossed := self._channels_for_tokens(op, ctx)) is not None:
+            return crossed
         qk, heads = self.contract(op, ctx, q, -1, k, -1)
         values = self.row(op, ctx, v, -1)
         if qk is not None and values is not None:
@@ -150,6 +154,27 @@ class Attention(Contraction):
         if len(v.shape) > 2 and 1 < value.size(-3) < out.shape[-3]:
             value = value.repeat_interleave(out.shape[-3] // value.size(-3), -3)
         return Fact(out.shape, (values.reshape(*sizes, 1, -1).expand(out.shape),), value.expand(out.shape))
+
+    def _channels_for_tokens(self, op: Op, ctx: Analysis) -> Fact | None:
+        """Cross-covariance: channels lie where tokens do, head by head, and positions are summed over."""
+        q, k, v = facts = [op.given[name] for name in ("query", "key", "value")]
+        if (
+            op.given.get("attn_mask") is not None
+            or op.given["is_causal"]
+            or not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
+        ):
+            return None
+        if any([varying(layer) for layer in fact.layers] != [(len(q.shape) - 3, len(q.shape) - 2)] for fact in facts):
+            return None
+        tables = [compact(fact.layers[0]).reshape(q.shape[-3], -1) for fact in facts]
+        heads = ctx.grid(op, tables[0])
+        for table in tables[1:]:  # every key and value counts in the softmax of every query that is left
+            ctx.labels.merge(heads, ctx.grid(op, table, rigid=True))
+        if "heads" not in ctx.options:
+            ctx.pin(heads, op, "this rule set leaves attention as it is")
+        shape = tuple(op.node.meta["val"].shape)
+        value = keep_uniform(v.value, (len(v.shape) - 2,)).expand(shape)
+        return Fact(shape, (q.layers[0][..., :1].expand(shape),), value)
 
     def as_many(self, op: Op, ctx: Analysis, table: Tensor, other: Tensor) -> Tensor:
         if op.given["enable_gqa"] and len(table) < len(other) and len(other) % len(table) == 0:
