@@ -3,6 +3,7 @@
 from .errors import ExportError, InputError, MaskError, ModelError, SqueezeError, VerificationError, WeightError
 from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm
 from .register import register_attention
+from .release import release
 from .report import Report
 from .squeeze import Squeezed, squeeze
 
@@ -22,5 +23,6 @@ __all__ = [
     "VerificationError",
     "WeightError",
     "register_attention",
+    "release",
     "squeeze",
 ]

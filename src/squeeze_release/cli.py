@@ -21,6 +21,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_mar
 
 Recipe = Enum("Recipe", {name: name for name in recipes.RECIPES})  # type: ignore[misc]
 Mode = Enum("Mode", {mode: mode for mode in MODES})  # type: ignore[misc]
+_CYCLE = Mode("squeeze-release")
 
 
 @app.callback()
@@ -37,7 +38,7 @@ def run(
         Path | None, typer.Option(help="the folder with the data; else it is looked for in the cache")
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="where all files of the run go")] = None,
-    mode: Annotated[Mode, typer.Option(help="the cycle, or one mask that accumulates")] = Mode("squeeze-release"),
+    mode: Annotated[Mode, typer.Option(help="the cycle, or one mask that accumulates")] = _CYCLE,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --run-dir")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="curves for TensorBoard in --run-dir")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="only the summary, as JSON")] = False,
