@@ -1,5 +1,9 @@
 """squeeze-release: make pruned networks really smaller, without changing what they compute."""
 
+from . import prune
+from .cycle import Bars, Epoch, cycle
+from .cycle import Config as CycleConfig
+from .cycle import Result as CycleResult
 from .errors import ExportError, InputError, MaskError, ModelError, SqueezeError, VerificationError, WeightError
 from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm
 from .register import register_attention
@@ -10,9 +14,13 @@ from .squeeze import Squeezed, squeeze
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Bars",
     "CompensatedGroupNorm",
     "CompensatedLayerNorm",
     "CompensatedRMSNorm",
+    "CycleConfig",
+    "CycleResult",
+    "Epoch",
     "ExportError",
     "InputError",
     "MaskError",
@@ -22,6 +30,8 @@ __all__ = [
     "Squeezed",
     "VerificationError",
     "WeightError",
+    "cycle",
+    "prune",
     "register_attention",
     "release",
     "squeeze",
