@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,8 +41,9 @@ class RunDirectory:
     """A folder that one run writes to. Only the first rank writes; all read."""
 
     def __init__(self, path: str | Path | None, config: Config, resume: bool, devices: Devices) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="squeeze-release-") if path is None else None
-        self.path = Path(self._temporary.name if self._temporary else str(path))
+        self.path = Path(path or tempfile.mkdtemp(prefix="squeeze-release-"))
+        if path is None:  # its networks are there as long as anyone may ask for them
+            weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         self.devices = devices
         self._settle(config, resume)
 
