@@ -40,7 +40,6 @@ def main(folder: str) -> None:
     out = {"summary": result.summary, "wrappers": sorted(wrappers), "state": state}
     Path(f"{folder}-rank-{rank}.json").write_text(json.dumps(out))
     accelerator.end_training()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

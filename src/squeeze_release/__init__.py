@@ -4,12 +4,22 @@ from . import prune
 from .cycle import Bars, Epoch, cycle
 from .cycle import Config as CycleConfig
 from .cycle import Result as CycleResult
-from .errors import ExportError, InputError, MaskError, ModelError, SqueezeError, VerificationError, WeightError
+from .errors import (
+    ExportError,
+    InputError,
+    MaskError,
+    ModelError,
+    SqueezeError,
+    StoreError,
+    VerificationError,
+    WeightError,
+)
 from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm
 from .register import register_attention
 from .release import release
 from .report import Report
 from .squeeze import Squeezed, squeeze
+from .store import load, save
 
 __version__ = "0.1.0.dev0"
 
@@ -28,11 +38,14 @@ __all__ = [
     "Report",
     "SqueezeError",
     "Squeezed",
+    "StoreError",
     "VerificationError",
     "WeightError",
     "cycle",
+    "load",
     "prune",
     "register_attention",
     "release",
+    "save",
     "squeeze",
 ]

@@ -16,6 +16,7 @@ from .errors import InputError
 from .follow import Memory, fit
 from .masks import bake_masks, check_finite
 from .plan import Plan
+from .record import leave_record, origin_of
 from .report import Report, make_report, outline
 from .rewrite import carry_out, rewrite
 from .trace import Trace, as_calls, trace
@@ -73,7 +74,7 @@ def squeeze(
     bake_masks(masked)
     check_finite(masked)
 
-    calls, before = as_calls(example_inputs, kwargs), outline(masked)
+    calls, before, origin = as_calls(example_inputs, kwargs), outline(masked), origin_of(masked)
     small, plans, memory = masked, [], Memory()
     # The same steps in float64. Constants are read from it: in `small`, what earlier steps folded is rounded already.
     exact = copy_model(masked).double() if verify else None
@@ -102,6 +103,7 @@ def squeeze(
         small = carry_out([] if frugal else plans, source)
         if plans and not frugal:
             bookkeeping.update(small, first, traces, calls)
+    leave_record(small, origin)  # for `save`
     return Squeezed(small, report)
 
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -126,9 +126,7 @@ class RunDirectory:
         file = self.path / "state.safetensors"
         about: dict[str, Any] = {"metrics": 0}
         if file.exists():
-            with safe_open(file, "pt") as opened:
-                about = json.loads(opened.metadata()["state"])
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  not a dict
+            about, tensors = _read(file)
             state = State(**about["state"])
             if state.structure:
                 run.adopt(self.devices.place(self.load_network(run.origin, state.structure)))
@@ -149,6 +147,19 @@ class RunDirectory:
             save(dense, self.path / "final.safetensors")
             _write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
         self.devices.wait()
+
+
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(file, "pt") as opened:
+            return json.loads(opened.metadata()["state"]), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, TypeError, KeyError, ValueError) as error:
+        raise InputError(
+            f"{file.name} cannot be read: {type(error).__name__}: {error}",
+            where=str(file.parent),
+            consequence="the run was not resumed",
+            remedy="delete the file to begin the run anew",
+        ) from error
 
 
 def _with_points(state: State) -> State:
