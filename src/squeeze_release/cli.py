@@ -16,6 +16,7 @@ from . import recipes
 from .cycle import Bars, TensorBoard
 from .cycle.config import MODES
 from .errors import InputError, SqueezeError
+from .recipes.launch import Launch
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -39,6 +40,8 @@ def run(
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="where all files of the run go")] = None,
     mode: Annotated[Mode, typer.Option(help="the cycle, or one mask that accumulates")] = _CYCLE,
+    rules: Annotated[str | None, typer.Option(help="what squeezing may do: A, AB, paper or all")] = None,
+    start: Annotated[Path | None, typer.Option(help="a safetensors checkpoint to start from")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --run-dir")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="curves for TensorBoard in --run-dir")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="only the summary, as JSON")] = False,
@@ -64,10 +67,8 @@ def run(
             listeners.append(stack.enter_context(Bars(Console(stderr=True))))
         if tensorboard:
             listeners.append(TensorBoard(run_dir or Path()))
-        result = chosen.run(
-            preset, seed=seed, mode=mode.value, data=data, run_dir=run_dir, resume=resume, listeners=listeners,
-            accelerator=accelerator,
-        )  # fmt: skip
+        launch = Launch(seed, mode.value, rules, data, start, run_dir, resume, listeners, accelerator)
+        result = chosen.run(preset, launch)
     if accelerator is None or accelerator.is_main_process:
         print(json.dumps(result.summary, indent=2))
 

@@ -7,6 +7,8 @@ from types import ModuleType
 
 RECIPES = {
     "fc-mnist": "a fully connected network on MNIST",
+    "convnext-cifar10": "ConvNeXt-Tiny on CIFAR-10",
+    "vit": "ViT-Small on ImageNet or CIFAR-10",
 }
 
 

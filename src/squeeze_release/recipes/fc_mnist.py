@@ -9,18 +9,15 @@ Presets: `paper`, the published protocol; `quick`, minutes on two cores; `best`,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Optimizer
 
-from ..cycle import Config, Epoch, Result, cycle
-from ..cycle.config import Listener
+from ..cycle import Config, Epoch, Result
 from .data import mnist
+from .launch import Launch
 from .training import Batches, accuracy, cosine, distilled, normalised, set_learning_rate
 
 WIDTHS = (784, 128, 256, 128, 128, 64, 10)
@@ -32,21 +29,19 @@ RATES = {"train": 0.1, "prune": 0.1, "finetune": 0.01, "final": 0.01}
 @dataclass(frozen=True)
 class Preset:
     config: Config
-    rates: dict[str, float]
+    rates: dict[str, float] = field(default_factory=lambda: RATES)
     distillation: float = 0.0  # share of the loss that comes from the unpruned network
 
 
 PRESETS = {
-    "paper": Preset(Config(train_epochs=160, release_pool="column", rules="paper"), RATES),
+    "paper": Preset(Config(train_epochs=160, release_pool="column", rules="paper")),
     "quick": Preset(
-        Config(train_epochs=8, prune_epochs=30, finetune_epochs=6, final_epochs=10, max_cycles=2, score="mean",
+        Config(train_epochs=8, prune_epochs=30, finetune_epochs=6, final_epochs=10, max_cycles=3, score="mean",
                finish_units=1.0, last_ratio=0.005, threshold=0.9, release_pool="column"),
-        RATES,
     ),
     "best": Preset(
         Config(train_epochs=40, prune_epochs=40, finetune_epochs=20, final_epochs=60, score="mean", finish_units=1.0,
                threshold=0.93, release_pool="column", min_accuracy=0.9703),
-        RATES,
         distillation=0.7,
     ),
 }  # fmt: skip
@@ -60,65 +55,37 @@ def build() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(*WIDTHS[-2:]))
 
 
-def run(
-    preset: str,
-    *,
-    seed: int = 0,
-    mode: str = "squeeze-release",
-    data: str | Path | None = None,
-    run_dir: str | Path | None = None,
-    resume: bool = False,
-    listeners: Sequence[Listener] = (),
-    accelerator: Any = None,
-    **changes: Any,
-) -> Result:
-    """One seed of one preset. `changes` go to its Config."""
-    recipe = PRESETS[preset]
-    device = accelerator.device if accelerator is not None else torch.device("cpu")
+def run(preset: str, launch: Launch) -> Result:
+    recipe, split, device = PRESETS[preset], mnist(launch.data), launch.device
     torch.set_num_threads(1)  # layers this small gain nothing from more
-    split = mnist(data)
     train, validation, test = (
-        normalised(images, MEAN, STD, device) for images in (split.train, split.validation, split.test)
+        normalised(part, MEAN, STD, device) for part in (split.train, split.validation, split.test)
     )
-    ranks = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
-    batches = Batches(*train, BATCH, *ranks)
-    torch.manual_seed(seed)
-    model = build().to(device)
-    return cycle(
-        model,
+    torch.manual_seed(launch.seed)
+    return launch.cycle(
+        build().to(device),
         validation[0][:256],
-        train_epoch=Trainer(batches, recipe, accelerator),
-        evaluate=lambda net: accuracy(net, *validation),
+        recipe.config,
+        train_epoch=Training(Batches(*train, BATCH, *launch.ranks), recipe, launch),
         optimizer=lambda net, phase: SGD(net.parameters(), recipe.rates[phase], momentum=0.9, weight_decay=5e-4),
-        config=replace(recipe.config, mode=mode, seed=seed, **changes),
+        evaluate=lambda net: accuracy(net, *validation),
         test=lambda net: accuracy(net, *test),
-        run_dir=run_dir,
-        resume=resume,
-        listeners=listeners,
-        accelerator=accelerator,
     )
 
 
-@dataclass
-class Trainer:
-    """SGD on cross-entropy. The rate is flat while pruning and falls as a cosine elsewhere."""
+@dataclass(frozen=True)
+class Training:
+    """Cross-entropy. The rate is flat while pruning and falls as a cosine elsewhere."""
 
     batches: Batches
     recipe: Preset
-    accelerator: Any = None
+    launch: Launch
 
     def __call__(self, model: nn.Module, optimizer: Optimizer, epoch: Epoch) -> None:
-        rate = self.recipe.rates[epoch.phase]
+        rate, share = self.recipe.rates[epoch.phase], self.recipe.distillation
         set_learning_rate(optimizer, rate if epoch.phase == "prune" else cosine(rate, epoch))
-        advice = self._advice(epoch)
+        teacher = epoch.unpruned() if share and epoch.phase != "train" else None
         for x, y in self.batches:
             optimizer.zero_grad()
-            loss = distilled(model(x), y, advice(x), self.recipe.distillation)
-            loss.backward() if self.accelerator is None else self.accelerator.backward(loss)
+            self.launch.backward(distilled(model(x), y, teacher, x, share))
             optimizer.step()
-
-    def _advice(self, epoch: Epoch) -> Callable[[Tensor], Tensor | None]:
-        """What the unpruned network says about a batch."""
-        if epoch.phase == "train" or not self.recipe.distillation:
-            return lambda x: None
-        return torch.no_grad()(epoch.unpruned().eval())

@@ -1,9 +1,9 @@
-"""What the recipes share: data that lives on the device, batches, accuracy, learning rates."""
+"""What the recipes share: data that lives on the device, batches, losses, accuracy, learning rates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,37 +14,51 @@ from torch.optim import Optimizer
 from ..cycle import Epoch
 from .data import Images
 
-Augment = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Batches:
-    """Images on the device, normalised once; an epoch is a permutation of them. No loader, no worker processes."""
+    """Images on the device, normalised once; an epoch is a permutation of them. No loader, no worker processes.
+
+    pad: crops at random from images with so much black around them, and mirrors half of them.
+    """
 
     x: Tensor
     y: Tensor
     size: int
     rank: int = 0
     ranks: int = 1
+    pad: int = 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Whole batches in random order, the same on every rank, each of which takes its share of each batch."""
         order = torch.randperm(len(self.y)).to(self.y.device)
-        for batch in order[: len(order) // self.size * self.size].split(self.size):
+        for batch in order[: len(self) * self.size].split(self.size):
             mine = batch[self.rank :: self.ranks]
-            yield self.x[mine], self.y[mine]
+            x = self.x[mine]
+            yield crop_and_mirror(x, self.pad) if self.pad else x, self.y[mine]
 
     def __len__(self) -> int:
         return len(self.y) // self.size
 
 
-def normalised(
-    images: Images, mean: list[float], std: list[float], device: torch.device | str
-) -> tuple[Tensor, Tensor]:
-    x = images.x.to(device).float() / 255
+def normalised(images: Images, mean: list[float], std: list[float], device: torch.device) -> tuple[Tensor, Tensor]:
     shape = (1, -1, 1, 1)
+    x = images.x.to(device).float() / 255
     x = (x - torch.tensor(mean, device=device).view(shape)) / torch.tensor(std, device=device).view(shape)
     return x, images.y.to(device)
+
+
+def crop_and_mirror(x: Tensor, pad: int) -> Tensor:
+    """Every image at an offset of its own, all of them in one gather."""
+    count, _, height, width = x.shape
+    padded = F.pad(x, [pad] * 4)
+    top, left = (torch.randint(2 * pad + 1, (count, 1), device=x.device) for _ in range(2))
+    mirrored = torch.rand(count, 1, device=x.device) < 0.5
+    rows = top + torch.arange(height, device=x.device)
+    across = torch.arange(width, device=x.device).expand(count, -1)
+    columns = left + torch.where(mirrored, across.flip(1), across)
+    image = torch.arange(count, device=x.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 @torch.no_grad()
@@ -63,13 +77,14 @@ def cosine(rate: float, epoch: Epoch) -> float:
     return rate * 0.5 * (1 + math.cos(math.pi * epoch.index / epoch.total))
 
 
-def distilled(logits: Tensor, labels: Tensor, teacher: Tensor | None, share: float, temperature: float = 4.0) -> Tensor:
-    """Cross-entropy with the labels, and a share of it with what the teacher says, softened."""
+def distilled(
+    logits: Tensor, labels: Tensor, teacher: nn.Module | None, x: Tensor, share: float, temperature: float = 4.0
+) -> Tensor:
+    """Cross-entropy with the labels, and for a share of it with what a teacher says, softened (Hinton et al.)."""
     loss = F.cross_entropy(logits, labels)
-    if teacher is None or not share:
+    if teacher is None:
         return loss
-    soft = F.kl_div(
-        F.log_softmax(logits / temperature, -1), F.log_softmax(teacher / temperature, -1), log_target=True,
-        reduction="batchmean",
-    )  # fmt: skip
-    return (1 - share) * loss + share * temperature**2 * soft
+    with torch.no_grad():
+        soft = F.log_softmax(teacher(x) / temperature, -1)
+    told = F.kl_div(F.log_softmax(logits / temperature, -1), soft, log_target=True, reduction="batchmean")
+    return (1 - share) * loss + share * temperature**2 * told
