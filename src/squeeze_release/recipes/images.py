@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -76,7 +77,7 @@ def resized(images: Images, size: int, device: torch.device) -> tuple[Tensor, Te
 def load_checkpoint(model: nn.Module, path: Path) -> None:
     try:
         model.load_state_dict(load_file(path))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise InputError(
             f"the checkpoint does not fit: {error}",
             where=str(path),
