@@ -214,6 +214,17 @@ def test_gradients_that_are_gone_are_an_error_that_says_so() -> None:
     assert tiny.run(replace(tiny.CONFIG, score="mean"), training=Tidy()).summary["cycles"] == 3
 
 
+def test_a_model_without_weights_to_prune_is_refused() -> None:
+    with pytest.raises(sr.InputError, match="there is no weight to prune"):
+        tiny.run(replace(tiny.CONFIG, skip=("0", "3", "5")))
+
+
+def test_a_network_of_which_nothing_is_left_ends_the_run() -> None:
+    result = tiny.run(replace(tiny.CONFIG, last_ratio=0.0, threshold=0.0, max_drop=1.0))
+    assert result.summary["deployable_weights"] == 0 < result.summary["deployable_params"]
+    assert result.model(torch.randn(3, 12)).shape == (3, 4)
+
+
 def test_a_teacher_is_the_unpruned_network() -> None:
     seen = []
 

@@ -105,9 +105,11 @@ def test_joint_rows_of_multihead_attention_also_of_a_squeezed_one() -> None:
     assert ("in_proj_weight",) in names(find_targets(mha))
 
 
-def test_nothing_to_prune_is_an_error() -> None:
-    with pytest.raises(sr.InputError, match="no weight to prune"):
-        Masks(nn.BatchNorm1d(3), find_targets(nn.BatchNorm1d(3)))
+def test_nothing_to_prune() -> None:
+    masks = Masks(nn.BatchNorm1d(3), find_targets(nn.BatchNorm1d(3)))
+    masks.prune({}, keep=0.5)
+    masks.keep()
+    assert masks.total == masks.alive == 0
 
 
 # ------------------------------------------------------------------------------------------------------------ selection

@@ -109,7 +109,7 @@ def squeeze_step(run: Run) -> None:
         with seeded(config.seed, "release", number, 0):
             release(small, scale=config.release_scale, pool=config.release_pool)
         run.adopt(small, run.directory.save_network(small, number))
-        smaller = run.sizes()["deployable_params"] < last.deployable_params
+        smaller = bool(run.masks.total) and run.sizes()["deployable_params"] < last.deployable_params
     run.enter("finetune" if smaller else "final")
 
 

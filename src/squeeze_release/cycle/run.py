@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..errors import InputError
 from ..prune import AveragedScores, Masks, find_targets, gradient_times_weight, toward_dead_units
 from ..squeeze import squeeze
 from .config import Config, Epoch, Evaluate, Listener, MakeOptimizer, Point, Result, State, TrainEpoch, smallest
@@ -46,6 +47,13 @@ class Run:
         self.config, self.directory, self.devices, self.listeners = config, directory, directory.devices, listeners
         self.state = State()
         self.adopt(self.devices.place(copy.deepcopy(origin)))
+        if not self.masks.targets:
+            raise InputError(
+                "there is no weight to prune",
+                where=type(origin).__name__,
+                consequence="no run was started",
+                remedy="give a model with Linear or Conv layers, and let `skip` leave some of them",
+            )
 
     # ------------------------------------------------------------------------------------------------------ the network
 

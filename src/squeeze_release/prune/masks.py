@@ -25,13 +25,6 @@ class Masks:
     """
 
     def __init__(self, model: nn.Module, targets: Sequence[Target]) -> None:
-        if not targets:
-            raise InputError(
-                "there is no weight to prune",
-                where=type(model).__name__,
-                consequence="nothing was pruned",
-                remedy="give a model with Linear or Conv layers, or targets of your own",
-            )
         self.targets = list(targets)
         self._weights = {name: model.get_parameter(name) for target in targets for name in target.names}
         self.units = [self._ones(target) for target in targets]
@@ -72,6 +65,8 @@ class Masks:
                 consequence="nothing was pruned",
                 remedy=f"use one of {', '.join(map(repr, SCOPES))}",
             )
+        if not self.targets:
+            return
         ranked = [
             torch.where(units, target.unit_scores(scores).double(), -torch.inf)
             for target, units in zip(self.targets, self.units, strict=True)
@@ -91,7 +86,8 @@ class Masks:
         if self._factors is None:
             masks = self.named()
             self._factors = [masks[name].to(weight.dtype) for name, weight in self._weights.items()]
-        torch._foreach_mul_(list(self._weights.values()), self._factors)
+        if self._factors:
+            torch._foreach_mul_(list(self._weights.values()), self._factors)
 
     def state(self) -> dict[str, Tensor]:
         return {str(i): units for i, units in enumerate(self.units)}
