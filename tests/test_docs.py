@@ -15,7 +15,7 @@ from squeeze_release.rules import RULES, Rule
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
-@pytest.mark.parametrize("name", ["squeeze_release.squeeze"])
+@pytest.mark.parametrize("name", ["squeeze_release.squeeze", "squeeze_release.store"])
 def test_examples_in_docstrings(name: str) -> None:
     module = importlib.import_module(name)
     result = doctest.testmod(module)

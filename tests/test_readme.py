@@ -1,4 +1,4 @@
-"""The README cannot rot: its Python runs, and what it says is printed is printed."""
+"""README and pages cannot rot: their Python runs, and what they say is printed is printed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-README = Path(__file__).parents[1] / "README.md"
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "cycle.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_python_blocks_run_and_print_the_text_blocks_that_follow_them() -> None:
-    text = README.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run_and_print_the_text_blocks_that_follow_them(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     blocks = list(FENCE.finditer(text))
     namespace: dict[str, Any] = {"__name__": "readme"}
     printed = None
@@ -22,7 +26,7 @@ def test_python_blocks_run_and_print_the_text_blocks_that_follow_them() -> None:
         language, body = block.groups()
         if language == "python":
             line = text.count("\n", 0, block.start(2))
-            code = compile("\n" * line + body, str(README), "exec")  # tracebacks name the README's own lines
+            code = compile("\n" * line + body, str(page), "exec")  # tracebacks name the page's own lines
             with contextlib.redirect_stdout(io.StringIO()) as stdout:
                 exec(code, namespace)
             printed = stdout.getvalue()

@@ -1,18 +1,37 @@
 """squeeze-release: make pruned networks really smaller, without changing what they compute."""
 
-from .errors import ExportError, InputError, MaskError, ModelError, SqueezeError, VerificationError, WeightError
+from . import prune
+from .cycle import Bars, Epoch, cycle
+from .cycle import Config as CycleConfig
+from .cycle import Result as CycleResult
+from .errors import (
+    ExportError,
+    InputError,
+    MaskError,
+    ModelError,
+    SqueezeError,
+    StoreError,
+    VerificationError,
+    WeightError,
+)
 from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm, CompensatedStdNorm
 from .register import register_attention
+from .release import release
 from .report import Report
 from .squeeze import Squeezed, squeeze
+from .store import load, save
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Bars",
     "CompensatedGroupNorm",
     "CompensatedLayerNorm",
     "CompensatedRMSNorm",
     "CompensatedStdNorm",
+    "CycleConfig",
+    "CycleResult",
+    "Epoch",
     "ExportError",
     "InputError",
     "MaskError",
@@ -20,8 +39,14 @@ __all__ = [
     "Report",
     "SqueezeError",
     "Squeezed",
+    "StoreError",
     "VerificationError",
     "WeightError",
+    "cycle",
+    "load",
+    "prune",
     "register_attention",
+    "release",
+    "save",
     "squeeze",
 ]

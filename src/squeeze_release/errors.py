@@ -6,7 +6,8 @@
     ├── ExportError         torch.export cannot trace the model
     ├── WeightError         a parameter is NaN or infinite
     ├── MaskError           a pruning mask does not fit its weight
-    └── VerificationError   old and new network differ: a bug in a rule, and the caller's model is untouched
+    ├── VerificationError   old and new network differ: a bug in a rule, and the caller's model is untouched
+    └── StoreError          a file is damaged, or of another model; or a model cannot be saved
 
 Each message says what happened, where, what it means for the caller, and what to do about it.
 """
@@ -47,3 +48,7 @@ class MaskError(SqueezeError):
 
 class VerificationError(SqueezeError):
     """The rewritten network does not compute what the original computes."""
+
+
+class StoreError(SqueezeError):
+    """A file is damaged, of another format or of another model; or a model is not one that can be saved."""

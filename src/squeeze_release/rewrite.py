@@ -170,20 +170,20 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
     for path, made in plan.plain.items():
         model = _swap(model, path, _plain(model.get_submodule(path), made))
     for path, index in plan.indices.items():
-        model = _swap(model, path, with_index(model.get_submodule(path), index))
+        model = swap(model, path, with_index(model.get_submodule(path), index))
     for path, live in plan.placed.items():
-        model = _swap(model, path, with_place(model.get_submodule(path), live))
+        model = swap(model, path, with_place(model.get_submodule(path), live))
     for path, width in plan.unread_norms.items():
         if path not in plan.norms and hasattr(model.get_submodule(path), "normalized_shape"):
             model.get_submodule(path).normalized_shape = (width,)  # type: ignore[assignment]
     for path, (norm, constants) in plan.norms.items():
-        model = _swap(model, path, compensated(model.get_submodule(path), norm, constants))
+        model = swap(model, path, compensated(model.get_submodule(path), norm, constants))
     for path, heads in plan.heads.items():
         mha = model.get_submodule(path)
         assert isinstance(mha, (nn.MultiheadAttention, NarrowMultiheadAttention))
-        model = _swap(model, path, narrow_attention(mha, heads.count, heads.head_dim, heads.v_head_dim, heads.scale))
+        model = swap(model, path, narrow_attention(mha, heads.count, heads.head_dim, heads.v_head_dim, heads.scale))
     for path, replacement in plan.dead.items():
-        model = _swap(model, path, _stand_in(model.get_submodule(path), replacement))
+        model = swap(model, path, _stand_in(model.get_submodule(path), replacement))
     for module in model.modules():
         _leave_fast_path(module)
     let_go(model)
@@ -249,7 +249,7 @@ def compensated(old: nn.Module, norm: Norm, constants: Tensor) -> nn.Module:
     if like is not None:
         new.to(like.device)
     new.merge(constants)
-    _inherit(new, old)
+    inherit(new, old)
     return new
 
 
@@ -278,10 +278,10 @@ def _stand_in(module: nn.Module, replacement: Replacement) -> nn.Module:
         )
         for parameter in new.parameters():
             parameter.requires_grad_(any(p.requires_grad for p in module.parameters()))
-    return _inherit(new, module)
+    return inherit(new, module)
 
 
-def _inherit(new: nn.Module, old: nn.Module) -> nn.Module:
+def inherit(new: nn.Module, old: nn.Module) -> nn.Module:
     """Hooks and mode of the module that is replaced."""
     new.training = old.training
     for hooks in (
@@ -297,7 +297,7 @@ def _inherit(new: nn.Module, old: nn.Module) -> nn.Module:
     return new
 
 
-def _swap(model: nn.Module, path: str, new: nn.Module) -> nn.Module:
+def swap(model: nn.Module, path: str, new: nn.Module) -> nn.Module:
     old = model.get_submodule(path)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():

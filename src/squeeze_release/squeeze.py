@@ -17,6 +17,7 @@ from .follow import Memory, fit
 from .masks import bake_masks, check_finite
 from .plain import plan_plain, that_matter
 from .plan import Plan
+from .record import leave_record, origin_of
 from .report import Report, make_report, outline
 from .rewrite import carry_out, rewrite
 from .sizes import other_paths
@@ -75,7 +76,7 @@ def squeeze(
     bake_masks(masked)
     check_finite(masked)
 
-    calls, before = as_calls(example_inputs, kwargs), outline(masked)
+    calls, before, origin = as_calls(example_inputs, kwargs), outline(masked), origin_of(masked)
     calls += [call for call in other_paths(masked, calls) if _exports(masked, call)]  # code may do more at other sizes
     small, plans, memory = masked, [], Memory()
     # The same steps in float64. Constants are read from it: in `small`, what earlier steps folded is rounded already.
@@ -111,6 +112,7 @@ def squeeze(
         small = carry_out([] if frugal else plans, source)
         if plans and not frugal:
             bookkeeping.update(small, first, traces, calls)
+    leave_record(small, origin)  # for `save`
     return Squeezed(small, report)
 
 

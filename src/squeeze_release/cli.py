@@ -1,0 +1,102 @@
+"""The command line: `squeeze-release`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from . import recipes
+from .cycle import Bars, TensorBoard
+from .cycle.config import MODES
+from .errors import InputError, SqueezeError
+from .recipes.launch import Launch
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+Recipe = Enum("Recipe", {name: name for name in recipes.RECIPES})  # type: ignore[misc]
+Mode = Enum("Mode", {mode: mode for mode in MODES})  # type: ignore[misc]
+_CYCLE = Mode("squeeze-release")
+
+
+@app.callback()
+def _squeeze_release() -> None:
+    """Make pruned networks really smaller, without changing what they compute."""
+
+
+@app.command()
+def run(
+    recipe: Annotated[Recipe, typer.Argument(help="which one")],
+    preset: Annotated[str, typer.Option(help="paper, quick or best")] = "quick",
+    seed: Annotated[int, typer.Option()] = 0,
+    data: Annotated[
+        Path | None, typer.Option(help="the folder with the data; else it is looked for in the cache")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="where all files of the run go")] = None,
+    mode: Annotated[Mode, typer.Option(help="the cycle, or one mask that accumulates")] = _CYCLE,
+    rules: Annotated[str | None, typer.Option(help="what squeezing may do: A, AB, paper or all")] = None,
+    start: Annotated[Path | None, typer.Option(help="a safetensors checkpoint to start from")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --run-dir")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="curves for TensorBoard in --run-dir")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="only the summary, as JSON")] = False,
+) -> None:
+    """Train a network, and prune, squeeze, release and fine-tune it until it can take no more.
+
+    [bold]squeeze-release run fc-mnist --preset quick --data DIR --run-dir runs/fc[/bold]
+
+    Under `accelerate launch` or `torchrun` all devices take part.
+    """
+    chosen = recipes.load(recipe.value)
+    if preset not in chosen.PRESETS:
+        raise InputError(
+            f"{recipe.value} has no preset {preset!r}",
+            where="--preset",
+            consequence="no run was started",
+            remedy=f"use one of {', '.join(chosen.PRESETS)}",
+        )
+    accelerator = _accelerator()
+    listeners: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        if not quiet:
+            listeners.append(stack.enter_context(Bars(Console(stderr=True))))
+        if tensorboard:
+            listeners.append(TensorBoard(run_dir or Path()))
+        launch = Launch(seed, mode.value, rules, data, start, run_dir, resume, listeners, accelerator)
+        result = chosen.run(preset, launch)
+    if accelerator is None or accelerator.is_main_process:
+        print(json.dumps(result.summary, indent=2))
+
+
+def _accelerator() -> Any:
+    """Accelerate's, where there is more than one process or a GPU; a lone CPU needs none."""
+    import os
+
+    import torch
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not torch.cuda.is_available():
+        return None
+    try:
+        from accelerate import Accelerator
+    except ModuleNotFoundError as missing:
+        raise InputError(
+            "accelerate is not installed",
+            where="squeeze-release run, on a GPU or on several processes",
+            consequence="no run was started",
+            remedy="pip install 'squeeze-release[recipes]'",
+        ) from missing
+    return Accelerator()
+
+
+def main() -> None:
+    """Errors on purpose print as they are and end with 1; wrong arguments end with 2."""
+    try:
+        app()
+    except SqueezeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

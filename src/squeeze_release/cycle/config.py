@@ -1,0 +1,140 @@
+"""What a run does, where it is, and what came out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import InputError
+from ..prune import cubic, linear
+
+if TYPE_CHECKING:
+    from .directory import RunDirectory
+
+SCHEDULES = {"cubic": cubic, "linear": linear}
+MODES = ("squeeze-release", "baseline")
+SCORES = ("last", "mean")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a run does. The defaults are the paper's, for its fully connected network.
+
+    mode: "squeeze-release"; or "baseline", which only prunes, with one mask that accumulates, and squeezes at the end.
+    train_epochs: of the unpruned network, before the first cycle.
+    prune_epochs, epochs_an_update: the length of a cycle's pruning, and after how many of them weights go.
+    schedule, last_ratio: "cubic" or "linear", from all of the cycle's weights to this part of them.
+    threshold, max_drop: an update after which the validation accuracy is below the one, or has fallen by more than the
+        other, is undone and ends the cycle's pruning; if it is the cycle's first, the run ends.
+    finetune_epochs, final_epochs: after each squeeze, and at the very end.
+    max_cycles: the run ends after so many.
+    score: |grad * weight| on the "last" batch, or its "mean" over the epoch.
+    finish_units: above 0, prefers weights of rows and columns that are nearly dead; see `prune.toward_dead_units`.
+    conv, joint, skip: what may go, in which units; see `prune.find_targets`.
+    release_scale, release_pool: see `release`.
+    rules: see `squeeze`.
+    min_accuracy: the result is the smallest network whose validation accuracy is at least this; None for the last one.
+    """
+
+    mode: str = "squeeze-release"
+    train_epochs: int = 0
+    prune_epochs: int = 160
+    epochs_an_update: int = 1
+    schedule: str = "cubic"
+    last_ratio: float = 0.002
+    threshold: float = 0.8
+    max_drop: float = 0.1
+    finetune_epochs: int = 20
+    final_epochs: int = 20
+    max_cycles: int = 100
+    score: str = "last"
+    finish_units: float = 0.0
+    conv: str = "filter"
+    joint: bool = False
+    skip: tuple[str, ...] = ()
+    release_scale: float = 0.01
+    release_pool: str = "layer"
+    rules: str = "all"
+    min_accuracy: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in {"mode": MODES, "schedule": tuple(SCHEDULES), "score": SCORES}.items():
+            if getattr(self, name) not in allowed:
+                raise InputError(
+                    f"{name}={getattr(self, name)!r} is not known",
+                    where=f"Config({name}=)",
+                    consequence="no run was started",
+                    remedy=f"use one of {', '.join(map(repr, allowed))}",
+                )
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Where a run is: what a training function needs to know, for its learning rate say."""
+
+    phase: str  # train, prune, finetune or final
+    cycle: int
+    index: int  # from 0
+    total: int  # epochs of this phase
+    unpruned: Callable[[], nn.Module] = field(repr=False, compare=False)  # the network at the start, to distil from
+
+
+@dataclass(frozen=True)
+class Point:
+    """One network of the size/accuracy curve."""
+
+    cycle: int
+    accuracy: float  # on the validation data
+    mask_alive: int  # prunable weights that are not zero
+    deployable_weights: int  # prunable weights of the dense network, zeros and all
+    deployable_params: int  # all its parameters
+
+
+@dataclass(frozen=True)
+class State:
+    """All that a run knows beside its tensors: plain data, on disk as JSON."""
+
+    phase: str = "train"
+    cycle: int = 1
+    epoch: int = 0  # how many of this phase are done
+    accuracy: float | None = None  # after the update before
+    points: tuple[Point, ...] = ()
+    structure: str = ""  # the file whose network has the present shapes; "" while they are those of the model given
+    max_error: float = 0.0  # the largest of any squeeze, relative, in float64
+    max_difference: float = 0.0  # the largest of any output, absolute, in the model's own dtype
+    seconds: float = 0.0
+
+
+TrainEpoch = Callable[[nn.Module, Optimizer, Epoch], Any]
+MakeOptimizer = Callable[[nn.Module, str], Optimizer]
+Evaluate = Callable[[nn.Module], float]
+Listener = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The network that came out, its summary, and every cycle's network as a point of the size/accuracy curve."""
+
+    model: nn.Module
+    summary: dict[str, Any]
+    points: tuple[Point, ...]
+    directory: RunDirectory = field(repr=False)
+    origin: nn.Module = field(repr=False)
+
+    def smallest(self, min_accuracy: float) -> Point | None:
+        """The smallest network that is at least so accurate on the validation data."""
+        return smallest(self.points, min_accuracy)
+
+    def network(self, cycle: int) -> nn.Module:
+        """The network as it was at the end of a cycle; 0 is the unpruned one."""
+        return self.directory.load_network(self.origin, self.directory.network_name(cycle))
+
+
+def smallest(points: tuple[Point, ...], min_accuracy: float) -> Point | None:
+    good = [point for point in points if point.accuracy >= min_accuracy]
+    return min(good, key=lambda point: (point.deployable_params, point.mask_alive), default=None)

@@ -1,0 +1,149 @@
+"""The loop.
+
+    train -> prune -> squeeze -> finetune -> prune -> ... -> final -> done
+
+Every step does one thing: an epoch, a pruning update, a squeeze. Between two steps the whole state can go to disk, and
+every epoch draws from a seed of its own: a run that was killed goes on as if it never had been.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..release import release
+from .config import SCHEDULES, Config, Evaluate, Listener, MakeOptimizer, Result, TrainEpoch
+from .devices import Devices
+from .directory import RunDirectory
+from .run import Run, seeded
+
+
+def cycle(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    train_epoch: TrainEpoch,
+    evaluate: Evaluate,
+    optimizer: MakeOptimizer,
+    config: Config | None = None,
+    test: Evaluate | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    listeners: Sequence[Listener] = (),
+    accelerator: Any = None,
+    checkpoint_seconds: float = 30.0,
+) -> Result:
+    """Prune, squeeze, release, fine-tune, until the network can take no more. `model` itself is left as it is.
+
+    Args:
+        train_epoch: trains a model for one epoch: `train_epoch(model, optimizer, epoch)`. What is pruned stays zero by
+            itself, through a hook on the optimizer.
+        evaluate: the accuracy of a model on validation data, from 0 to 1. Every decision is made by it.
+        optimizer: makes one for a model and a phase ("train", "prune", "finetune", "final"), anew for every phase.
+        test: the accuracy on test data; called once, on the network that came out.
+        run_dir: a folder for config, metrics, networks, state and summary.
+        resume: go on with the run in `run_dir`, if there is one.
+        listeners: called with every line of the metrics; `Bars()` draws them.
+        accelerator: an `accelerate.Accelerator`, to train on several devices.
+        checkpoint_seconds: how often, at most, the state is written.
+    """
+    config = config or Config()
+    directory = RunDirectory(run_dir, config, resume, Devices(accelerator))
+    run = Run(model, example_inputs, train_epoch, evaluate, optimizer, config, directory, listeners)
+    directory.read_state(run)
+    written = time.monotonic()
+    while run.state.phase != "done":
+        STEPS[run.state.phase](run)
+        if time.monotonic() - written >= checkpoint_seconds:
+            directory.write_state(run)
+            written = time.monotonic()
+    directory.write_state(run)
+    return run.finish(test)
+
+
+def train_step(run: Run) -> None:
+    """An epoch of the unpruned network."""
+    total = run.config.train_epochs
+    if run.state.epoch < total:
+        run.train(total)
+        run.log_epoch(total, run.evaluate())
+    else:
+        accuracy = run.evaluate()
+        run.record(0, accuracy)
+        run.enter("prune", accuracy=accuracy)
+
+
+def prune_step(run: Run) -> None:
+    """Train for the epochs of an update, let weights go, and see whether the network stands it."""
+    config, first = run.config, run.state.epoch == 0
+    if run.state.epoch >= config.prune_epochs:
+        return run.enter("squeeze")
+    before, accuracy_before = run.snapshot(), run.state.accuracy
+    for _ in range(config.epochs_an_update):
+        run.train(config.prune_epochs)
+    progress = min(1.0, run.state.epoch / config.prune_epochs)
+    run.masks.prune(run.scores(), keep=SCHEDULES[config.schedule](progress, last=config.last_ratio))
+    accuracy = run.evaluate()
+    fell = accuracy_before is not None and accuracy < accuracy_before - config.max_drop
+    undone = accuracy < config.threshold or fell
+    run.log_epoch(config.prune_epochs, accuracy, undone=undone)
+    if undone:
+        run.restore(before)
+        run.enter("final" if first else "squeeze")
+    else:
+        run.state = replace(run.state, accuracy=accuracy)
+
+
+def squeeze_step(run: Run) -> None:
+    """Squeeze and release. The baseline goes on with its masked network."""
+    config, number, last = run.config, run.state.cycle, run.state.points[-1]
+    if config.mode == "baseline":
+        smaller = run.masks.alive < last.mask_alive
+    else:
+        small = run.squeezed()
+        with seeded(config.seed, "release", number, 0):
+            release(small, scale=config.release_scale, pool=config.release_pool)
+        run.adopt(small, run.directory.save_network(small, number))
+        smaller = bool(run.masks.total) and run.sizes()["deployable_params"] < last.deployable_params
+    run.enter("finetune" if smaller else "final")
+
+
+def finetune_step(run: Run) -> None:
+    """An epoch of fine-tuning; after the last one, the next cycle."""
+    total, number = run.config.finetune_epochs, run.state.cycle
+    if run.state.epoch < total:
+        run.train(total)
+        run.log_epoch(total, run.evaluate())
+        return
+    accuracy = run.evaluate()
+    run.record(number, accuracy)
+    if number < run.config.max_cycles:
+        run.enter("prune", cycle=number + 1, accuracy=accuracy)
+    else:
+        run.enter("final")
+
+
+def final_step(run: Run) -> None:
+    """An epoch of the last fine-tuning, of the network that was chosen."""
+    total = run.config.final_epochs
+    if run.state.epoch == 0:
+        run.choose()
+    if run.state.epoch < total:
+        run.train(total)
+        run.log_epoch(total, run.evaluate())
+    if run.state.epoch >= total:
+        run.enter("done", accuracy=run.evaluate())
+
+
+STEPS: dict[str, Callable[[Run], None]] = {
+    "train": train_step,
+    "prune": prune_step,
+    "squeeze": squeeze_step,
+    "finetune": finetune_step,
+    "final": final_step,
+}

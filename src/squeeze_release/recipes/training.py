@@ -1,0 +1,90 @@
+"""What the recipes share: data that lives on the device, batches, losses, accuracy, learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from ..cycle import Epoch
+from .data import Images
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Images on the device, normalised once; an epoch is a permutation of them. No loader, no worker processes.
+
+    pad: crops at random from images with so much black around them, and mirrors half of them.
+    """
+
+    x: Tensor
+    y: Tensor
+    size: int
+    rank: int = 0
+    ranks: int = 1
+    pad: int = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Whole batches in random order, the same on every rank, each of which takes its share of each batch."""
+        order = torch.randperm(len(self.y)).to(self.y.device)
+        for batch in order[: len(self) * self.size].split(self.size):
+            mine = batch[self.rank :: self.ranks]
+            x = self.x[mine]
+            yield crop_and_mirror(x, self.pad) if self.pad else x, self.y[mine]
+
+    def __len__(self) -> int:
+        return len(self.y) // self.size
+
+
+def normalised(images: Images, mean: list[float], std: list[float], device: torch.device) -> tuple[Tensor, Tensor]:
+    shape = (1, -1, 1, 1)
+    x = images.x.to(device).float() / 255
+    x = (x - torch.tensor(mean, device=device).view(shape)) / torch.tensor(std, device=device).view(shape)
+    return x, images.y.to(device)
+
+
+def crop_and_mirror(x: Tensor, pad: int) -> Tensor:
+    """Every image at an offset of its own, all of them in one gather."""
+    count, _, height, width = x.shape
+    padded = F.pad(x, [pad] * 4)
+    top, left = (torch.randint(2 * pad + 1, (count, 1), device=x.device) for _ in range(2))
+    mirrored = torch.rand(count, 1, device=x.device) < 0.5
+    rows = top + torch.arange(height, device=x.device)
+    across = torch.arange(width, device=x.device).expand(count, -1)
+    columns = left + torch.where(mirrored, across.flip(1), across)
+    image = torch.arange(count, device=x.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: Tensor, y: Tensor, size: int = 1000) -> float:
+    hits = [(model(a).argmax(-1) == b).sum() for a, b in zip(x.split(size), y.split(size), strict=True)]
+    return float(torch.stack(hits).sum()) / len(y)
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def cosine(rate: float, epoch: Epoch) -> float:
+    """From `rate` to 0 over the epochs of a phase."""
+    return rate * 0.5 * (1 + math.cos(math.pi * epoch.index / epoch.total))
+
+
+def distilled(
+    logits: Tensor, labels: Tensor, teacher: nn.Module | None, x: Tensor, share: float, temperature: float = 4.0
+) -> Tensor:
+    """Cross-entropy with the labels, and for a share of it with what a teacher says, softened (Hinton et al.)."""
+    loss = F.cross_entropy(logits, labels)
+    if teacher is None:
+        return loss
+    with torch.no_grad():
+        soft = F.log_softmax(teacher(x) / temperature, -1)
+    told = F.kl_div(F.log_softmax(logits / temperature, -1), soft, log_target=True, reduction="batchmean")
+    return (1 - share) * loss + share * temperature**2 * told

@@ -1,0 +1,57 @@
+"""A vision transformer: the paper's third result, and the full cycle, which the paper leaves open.
+
+    squeeze-release run vit --preset paper --mode baseline --data IMAGENET --run-dir runs/vit
+    squeeze-release run vit --preset best --run-dir runs/vit-cifar10
+
+Presets: `paper`, ViT-Small on a folder of ImageNet, read with --data (train/CLASS/*.JPEG and val/CLASS/*.JPEG), from
+the weights that timm has or from --start; `quick`, a small one on a few images of CIFAR-10; `best`, ViT-Small on all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..cycle import Config, Result
+from .imagenet import run_folder
+from .images import Preset, run_preset
+from .launch import Launch
+
+RATES = {phase: 5e-5 for phase in ("train", "prune", "finetune", "final")}
+# q, k and v rows go together, weights go in equal parts, and only every second epoch.
+CYCLE: dict[str, Any] = {"joint": True, "schedule": "linear", "epochs_an_update": 2}
+
+
+def vit(name: str = "vit_small_patch16_224", **arguments: Any) -> nn.Module:
+    import timm
+
+    model: nn.Module = timm.create_model(name, **arguments)
+    return model
+
+
+PRESETS = {
+    "paper": Preset(
+        Config(prune_epochs=100, finetune_epochs=10, final_epochs=10, threshold=0.6, rules="paper", **CYCLE),
+        vit, size=224, batch=512, rates=RATES, weight_decay=5e-2, pad=28, share=0.4,
+    ),
+    "quick": Preset(
+        Config(train_epochs=3, prune_epochs=4, finetune_epochs=1, final_epochs=1, max_cycles=2, threshold=0.11,
+               max_drop=1.0, last_ratio=0.1, **CYCLE),
+        lambda: vit(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=4, num_classes=10),
+        size=32, batch=50, rates={phase: 2e-3 for phase in RATES}, weight_decay=5e-2, images=1000,
+    ),
+    "best": Preset(
+        Config(train_epochs=100, prune_epochs=40, finetune_epochs=10, final_epochs=20, threshold=0.75, score="mean",
+               **CYCLE),
+        lambda: vit(img_size=64, patch_size=8, num_classes=10),
+        size=64, batch=512, rates={**RATES, "train": 1e-3, "prune": 3e-4, "finetune": 3e-4, "final": 3e-4},
+        weight_decay=5e-2, pad=8, distillation=0.5,
+    ),
+}  # fmt: skip
+
+
+def run(preset: str, launch: Launch) -> Result:
+    if preset == "paper":
+        return run_folder(PRESETS[preset], launch)
+    return run_preset(PRESETS[preset], launch)

@@ -1,0 +1,97 @@
+"""What `squeeze` leaves on the model it returns, so that `save` can tell how it differs from the full-size one.
+
+The record is plain data in one attribute of the model: the structure that the model had before its first squeeze, and
+the names of the attributes that squeezes have changed since. It goes where the model goes, through copies, training and
+further squeezes. Which attributes changed is found by comparing all modules before and after, so that no rule has to
+say what it does.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypedDict
+
+from torch import nn
+
+RECORD = "_squeezed"
+_TORCHS_OWN = frozenset({*vars(nn.Module()), RECORD})  # hooks, `training`, parameters: none of them a width
+
+
+class Structure(TypedDict):
+    """How a model is built, without its weights."""
+
+    kind: str  # its class
+    parameters: dict[str, list[int]]  # their shapes, under every name they have
+    modules: dict[str, str]  # their classes
+    attributes: dict[str, dict[str, Any]]  # module -> the numbers it keeps in plain attributes
+
+
+class Record(TypedDict):
+    full: Structure
+    changed: dict[str, list[str]]  # module -> attributes that squeezes have set
+
+
+class Origin(NamedTuple):
+    """A model as it comes into `squeeze`, and what earlier squeezes left on it."""
+
+    structure: Structure
+    record: Record
+
+
+def structure_of(model: nn.Module) -> Structure:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {
+        "kind": type(model).__qualname__,
+        "parameters": {name: [*p.shape] for name, p in model.named_parameters(remove_duplicate=False)},
+        "modules": {path: type(module).__qualname__ for path, module in modules.items()},
+        "attributes": {path: numbers for path, module in modules.items() if (numbers := _numbers(module))},
+    }
+
+
+def record_of(model: nn.Module) -> Record:
+    """The record on a model; that of a model which was never squeezed says that nothing changed."""
+    left: Record | None = vars(model).get(RECORD)
+    return {"full": structure_of(model), "changed": {}} if left is None else left
+
+
+def origin_of(model: nn.Module) -> Origin:
+    return Origin(structure_of(model), copy.deepcopy(record_of(model)))
+
+
+def leave_record(model: nn.Module, origin: Origin) -> None:
+    """Note on a squeezed model what it was, and what is new since `origin`."""
+    changed = {path: {*names} for path, names in origin.record["changed"].items()}
+    for path, name in changes(origin.structure, model):
+        changed.setdefault(path, set()).add(name)
+    record: Record = {**origin.record, "changed": {path: sorted(names) for path, names in changed.items()}}
+    vars(model)[RECORD] = record
+
+
+def changes(before: Structure, model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Module and name of every attribute that has another value now."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = vars(module)
+        for name, value in before["attributes"].get(path, {}).items():
+            if name in own and (type(own[name]) is not type(value) or own[name] != value):
+                yield path, name
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
+    return {name: copy.deepcopy(value) for name, value in own.items() if _is_plain(value) and _has_number(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
+
+
+def _has_number(value: Any) -> bool:
+    if isinstance(value, (tuple, list, dict)):
+        return any(map(_has_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (bool, int, float))

@@ -1,0 +1,244 @@
+"""The loop: its order, its ways to end, its files, and that nothing but the seed decides what comes out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import squeeze_release as sr
+
+
+class Lines(list[dict[str, Any]]):
+    """A listener that keeps what it hears."""
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        self.append(line)
+
+    def of(self, event: str, phase: str | None = None) -> list[dict[str, Any]]:
+        return [line for line in self if line["event"] == event and phase in (None, line["phase"])]
+
+
+def same_weights(one: nn.Module, other: nn.Module) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_whole_cycle() -> None:
+    model, lines = tiny.network(), Lines()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = tiny.run(model=model, listeners=[lines])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())  # untouched
+    phases = [line["phase"] for line in lines.of("epoch")]
+    order = [phase for i, phase in enumerate(phases) if i == 0 or phases[i - 1] != phase]
+    assert order == ["train", *["prune", "finetune"] * 3, "final"]
+    sizes = [point.deployable_params for point in result.points]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    for point in result.points[1:]:  # after release, mask-alive is deployable
+        assert point.mask_alive == point.deployable_weights < result.points[0].deployable_weights
+    summary = result.summary
+    assert summary["mask_alive"] == summary["deployable_weights"] == result.points[-1].deployable_weights
+    assert summary["deployable_params"] == sum(p.numel() for p in result.model.parameters())
+    assert (summary["cycles"], summary["unpruned_weights"], summary["unpruned_params"]) == (3, 960, 1076)
+    assert summary["accuracy"] > 0.8
+    assert 0 < summary["max_error"] < 1e-10
+    assert summary["max_error"] == max(line["max_error"] for line in lines.of("squeeze"))
+
+
+def test_the_weights_follow_the_schedule() -> None:
+    lines = Lines()
+    tiny.run(replace(tiny.CONFIG, max_cycles=1, threshold=0.0, max_drop=1.0), listeners=[lines])
+    alive = [line["alive"] for line in lines.of("epoch", "prune")]
+    assert alive == [round(960 * sr.prune.cubic((i + 1) / 6, last=0.02)) for i in range(6)]
+
+
+def test_two_epochs_an_update() -> None:
+    lines = Lines()
+    config = replace(tiny.CONFIG, max_cycles=1, epochs_an_update=2, schedule="linear", threshold=0.0, max_drop=1.0)
+    tiny.run(config, listeners=[lines])
+    pruned = lines.of("epoch", "prune")
+    assert [line["epoch"] for line in pruned] == [2, 4, 6]
+    assert [line["alive"] for line in pruned] == [round(960 * sr.prune.linear(p / 3, last=0.02)) for p in (1, 2, 3)]
+
+
+def test_an_update_that_costs_too_much_is_undone_and_ends_the_pruning() -> None:
+    lines = Lines()
+    result = tiny.run(replace(tiny.CONFIG, max_cycles=1, last_ratio=0.001, threshold=0.8), listeners=[lines])
+    pruned = lines.of("epoch", "prune")
+    assert [line["undone"] for line in pruned] == [False] * (len(pruned) - 1) + [True]
+    (squeezed,) = lines.of("squeeze")
+    assert squeezed["mask_alive"] == pruned[-2]["alive"] > pruned[-1]["alive"]
+    assert len(result.points) == 2
+
+
+def test_a_drop_from_one_update_to_the_next_is_undone_too() -> None:
+    lines = Lines()
+    tiny.run(replace(tiny.CONFIG, max_cycles=1, last_ratio=0.02, threshold=0.0, max_drop=0.2), listeners=[lines])
+    *good, bad = lines.of("epoch", "prune")
+    assert bad["undone"] and bad["accuracy"] < good[-1]["accuracy"] - 0.2
+
+
+def test_a_cycle_that_fails_at_its_first_update_ends_the_run() -> None:
+    lines = Lines()
+    result = tiny.run(replace(tiny.CONFIG, threshold=1.01), listeners=[lines])
+    assert Counter(line["phase"] for line in lines.of("epoch")) == {"train": 3, "prune": 1, "final": 2}
+    assert not lines.of("squeeze")
+    assert result.summary["cycles"] == 0
+    assert result.summary["deployable_params"] == result.summary["unpruned_params"] == 1076
+
+
+def test_a_run_ends_when_the_size_no_longer_falls() -> None:
+    lines = Lines()
+    result = tiny.run(replace(tiny.CONFIG, last_ratio=1.0), listeners=[lines])
+    assert len(lines.of("squeeze")) == 1
+    assert [line["phase"] for line in lines.of("epoch")][-2:] == ["final", "final"]
+    assert result.summary["cycles"] == 0
+
+
+def test_the_baseline_accumulates_one_mask_and_squeezes_once() -> None:
+    lines = Lines()
+    result = tiny.run(replace(tiny.CONFIG, mode="baseline"), listeners=[lines])
+    assert len(lines.of("squeeze")) == 1
+    alive = [point.mask_alive for point in result.points]
+    assert alive == sorted(alive, reverse=True)
+    assert {point.deployable_weights for point in result.points} == {960}  # the tensors are as large as ever
+    assert result.summary["mask_alive"] == alive[-1] < result.summary["deployable_weights"] < 960
+
+
+def test_a_floor_for_the_accuracy_chooses_the_smallest_network_above_it() -> None:
+    free = tiny.run()
+    floor = free.points[1].accuracy
+    expected = free.smallest(floor)
+    assert expected is not None
+    result = tiny.run(replace(tiny.CONFIG, min_accuracy=floor))
+    assert result.summary["deployable_params"] == expected.deployable_params
+    assert (
+        tiny.run(replace(tiny.CONFIG, min_accuracy=1.01)).summary["deployable_params"]
+        == max(result.points, key=lambda point: point.accuracy).deployable_params
+    )
+
+
+def test_every_network_of_the_curve_can_be_had(tmp_path: Path) -> None:
+    result = tiny.run(run_dir=tmp_path / "run")
+    x, y = tiny.Training().validation
+    for point in result.points:
+        network = result.network(point.cycle).eval()
+        assert sum(p.numel() for p in network.parameters()) == point.deployable_params
+        assert tiny.accuracy(network, x, y) == pytest.approx(point.accuracy)
+
+
+def test_the_seed_decides_and_nothing_else() -> None:
+    first = tiny.run()
+    torch.rand(7)
+    again, other = tiny.run(), tiny.run(replace(tiny.CONFIG, seed=1))
+    assert same_weights(first.model, again.model)
+    assert not same_weights(first.model, other.model)
+
+
+def test_the_files_of_a_run(tmp_path: Path) -> None:
+    folder, lines = tmp_path / "run", Lines()
+    result = tiny.run(run_dir=folder, listeners=[lines])
+    assert json.loads((folder / "summary.json").read_text()) == result.summary
+    assert [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] == lines
+    assert json.loads((folder / "config.json").read_text())["prune_epochs"] == 6
+    assert same_weights(sr.load(tiny.network(), folder / "final.safetensors"), result.model)
+    names = {"config.json", "metrics.jsonl", "state.safetensors", "summary.json", "final.safetensors"}
+    assert {file.name for file in folder.iterdir()} == names | {f"cycle-00{i}.safetensors" for i in range(4)}
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    first, lines = tiny.run(run_dir=tmp_path / "run"), Lines()
+    again = tiny.run(run_dir=tmp_path / "run", resume=True, listeners=[lines])
+    assert not lines and again.summary == first.summary and same_weights(again.model, first.model)
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    tiny.run(run_dir=tmp_path / "run", config=replace(tiny.CONFIG, max_cycles=1))
+    with pytest.raises(sr.InputError, match="holds a run already"):
+        tiny.run(run_dir=tmp_path / "run")
+    with pytest.raises(sr.InputError, match="another configuration: max_cycles 1 there, 3 here"):
+        tiny.run(run_dir=tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("mode", ["squeeze-release", "baseline"])
+def test_a_run_that_breaks_goes_on_as_if_it_had_not(tmp_path: Path, part: int, mode: str) -> None:
+    config, lines = replace(tiny.CONFIG, mode=mode), Lines()
+    whole = tiny.run(config, run_dir=tmp_path / "whole", listeners=[lines])
+    moment = len(lines.of("epoch")) * part // 8
+
+    class Breaks(tiny.Training):
+        epochs = 0
+
+        def epoch(self, *arguments: Any) -> None:
+            if self.epochs == moment:
+                raise KeyboardInterrupt
+            self.epochs += 1
+            super().epoch(*arguments)
+
+    with pytest.raises(KeyboardInterrupt):
+        tiny.run(config, training=Breaks(), run_dir=tmp_path / "broken", checkpoint_seconds=0)
+    resumed = tiny.run(config, run_dir=tmp_path / "broken", resume=True)
+    assert resumed.summary | {"seconds": 0} == whole.summary | {"seconds": 0}
+    assert same_weights(resumed.model, whole.model)
+    timeless = [
+        [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in file.read_text().splitlines()]
+        for file in (tmp_path / "whole" / "metrics.jsonl", tmp_path / "broken" / "metrics.jsonl")
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_scores_over_the_epoch_and_toward_dead_units() -> None:
+    plain = tiny.run(replace(tiny.CONFIG, max_cycles=1))
+    mean = tiny.run(replace(tiny.CONFIG, max_cycles=1, score="mean"))
+    units = tiny.run(replace(tiny.CONFIG, max_cycles=1, score="mean", finish_units=2.0))
+    assert not same_weights(plain.model, mean.model)
+    assert units.summary["deployable_weights"] < mean.summary["deployable_weights"]  # what it is for
+
+
+def test_gradients_that_are_gone_are_an_error_that_says_so() -> None:
+    class Tidy(tiny.Training):
+        def epoch(self, model: nn.Module, optimizer: Any, epoch: sr.Epoch) -> None:
+            super().epoch(model, optimizer, epoch)
+            optimizer.zero_grad()
+
+    with pytest.raises(sr.InputError, match="no parameter has a gradient"):
+        tiny.run(training=Tidy())
+    assert tiny.run(replace(tiny.CONFIG, score="mean"), training=Tidy()).summary["cycles"] == 3
+
+
+def test_a_model_without_weights_to_prune_is_refused() -> None:
+    with pytest.raises(sr.InputError, match="there is no weight to prune"):
+        tiny.run(replace(tiny.CONFIG, skip=("0", "3", "5")))
+
+
+def test_a_network_of_which_nothing_is_left_ends_the_run() -> None:
+    result = tiny.run(replace(tiny.CONFIG, last_ratio=0.0, threshold=0.0, max_drop=1.0))
+    assert result.summary["deployable_weights"] == 0 < result.summary["deployable_params"]
+    assert result.model(torch.randn(3, 12)).shape == (3, 4)
+
+
+def test_a_teacher_is_the_unpruned_network() -> None:
+    seen = []
+
+    class Distils(tiny.Training):
+        def epoch(self, model: nn.Module, optimizer: Any, epoch: sr.Epoch) -> None:
+            if epoch.phase != "train":
+                seen.append(epoch.unpruned())
+            super().epoch(model, optimizer, epoch)
+
+    result = tiny.run(replace(tiny.CONFIG, max_cycles=1), training=Distils())
+    assert all(same_weights(teacher, result.network(0)) for teacher in seen) and seen
+
+
+@pytest.mark.parametrize("field", ["mode", "schedule", "score"])
+def test_a_config_that_makes_no_sense_is_refused(field: str) -> None:
+    with pytest.raises(sr.InputError, match=f"{field}='nonsense' is not known"):
+        sr.CycleConfig(**{field: "nonsense"})
