@@ -9,8 +9,9 @@ say what it does.
 from __future__ import annotations
 
 import copy
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypedDict
 
 from torch import nn
@@ -19,12 +20,16 @@ RECORD = "_squeezed"
 _TORCHS_OWN = frozenset({*vars(nn.Module()), RECORD})  # hooks, `training`, parameters: none of them a width
 
 
+_IN_TRAINING = {"p", "dropout", "inplace", "momentum"}
+
+
 class Structure(TypedDict):
     """How a model is built, without its weights."""
 
     kind: str  # its class
     parameters: dict[str, list[int]]  # their shapes, under every name they have
     modules: dict[str, str]  # their classes
+    settings: dict[str, dict[str, Any]]  # layer of torch -> its arguments: stride, eps, number of heads
     attributes: dict[str, dict[str, Any]]  # module -> the numbers it keeps in plain attributes
 
 
@@ -43,9 +48,10 @@ class Origin(NamedTuple):
 def structure_of(model: nn.Module) -> Structure:
     modules = dict(model.named_modules(remove_duplicate=False))
     return {
-        "kind": type(model).__qualname__,
+        "kind": type(model).__name__,
         "parameters": {name: [*p.shape] for name, p in model.named_parameters(remove_duplicate=False)},
-        "modules": {path: type(module).__qualname__ for path, module in modules.items()},
+        "modules": {path: type(module).__name__ for path, module in modules.items()},
+        "settings": {path: found for path, module in modules.items() if (found := _settings(module))},
         "attributes": {path: numbers for path, module in modules.items() if (numbers := _numbers(module))},
     }
 
@@ -78,9 +84,28 @@ def changes(before: Structure, model: nn.Module) -> Iterator[tuple[str, str]]:
                 yield path, name
 
 
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """As JSON has them, which knows no tuples; without those that matter in training only."""
+    if not type(module).__module__.startswith("torch.nn."):
+        return {}
+    own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN | _IN_TRAINING}
+    found: dict[str, Any] = json.loads(json.dumps({name: value for name, value in own.items() if _is_plain(value)}))
+    return found
+
+
 def _numbers(module: nn.Module) -> dict[str, Any]:
-    own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
-    return {name: copy.deepcopy(value) for name, value in own.items() if _is_plain(value) and _has_number(value)}
+    return _class_numbers(type(module)) | _plain(vars(module))
+
+
+def _class_numbers(kind: type[nn.Module]) -> dict[str, Any]:
+    """Those that a class gives to all its modules, until one gets a value of its own."""
+    bases = [base for base in reversed(kind.__mro__) if base not in (object, nn.Module)]
+    return _plain({name: value for base in bases for name, value in vars(base).items() if not name.startswith("__")})
+
+
+def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in attributes.items() if name not in _TORCHS_OWN}
+    return {name: copy.deepcopy(value) for name, value in found.items() if _is_plain(value) and _has_number(value)}
 
 
 def _is_plain(value: Any) -> bool:
