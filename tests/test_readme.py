@@ -8,11 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 README = Path(__file__).parents[1] / "README.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_python_blocks_run_and_print_the_text_blocks_that_follow_them() -> None:
+def test_python_blocks_run_and_print_the_text_blocks_that_follow_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     text = README.read_text(encoding="utf-8")
     blocks = list(FENCE.finditer(text))
     namespace: dict[str, Any] = {"__name__": "readme"}
