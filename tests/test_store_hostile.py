@@ -138,7 +138,7 @@ class File:
         length = struct.unpack("<Q", raw[:8])[0]
         self.header, self.data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
         self.json = json.loads(self.header.pop("__metadata__")["squeeze_release"])
-        self.tensors = load_file(path)
+        self.tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}  # not the mapped file
 
     def write(self, path: Path) -> None:
         sums = {}
