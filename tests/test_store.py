@@ -184,9 +184,8 @@ def test_a_created_bias_and_frozen_parameters(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtype_memory_format_and_all_buffers_are_those_of_the_file(dtype, tmp_path):
     def build() -> nn.Module:
-        net = Net(
-            lambda s, x: s.conv2(s.conv(x) * s.wave[:, None, None]), conv=nn.Conv2d(3, 6, 3), conv2=nn.Conv2d(6, 2, 3)
-        )
+        parts = {"conv": nn.Conv2d(3, 6, 3), "depthwise": nn.Conv2d(6, 6, 3, groups=6), "conv2": nn.Conv2d(6, 2, 3)}
+        net = Net(lambda s, x: s.conv2(s.depthwise(s.conv(x) * s.wave[:, None, None])), **parts)
         net.register_buffer("wave", torch.linspace(0.1, 0.7, 6), persistent=False)
         return net
 
@@ -196,7 +195,8 @@ def test_dtype_memory_format_and_all_buffers_are_those_of_the_file(dtype, tmp_pa
     sr.save(small, tmp_path / "net")
     loaded = sr.load(build(), tmp_path / "net")
     assert loaded.conv.weight.dtype == loaded.wave.dtype == dtype and len(loaded.wave) == len(small.wave)
-    assert loaded.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert [p.stride() for p in loaded.parameters()] == [p.stride() for p in small.parameters()]
+    assert loaded.conv.weight.is_contiguous(memory_format=torch.channels_last) and loaded.conv.out_channels == 4
     assert torch.equal(loaded.wave, small.wave)
     same(small, loaded, torch.randn(2, 3, 8, 8, dtype=dtype))
 
@@ -273,6 +273,13 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         sr.save(noisy(fc()), tmp_path / "net")
     assert [path.name for path in tmp_path.iterdir()] == ["net"] and (tmp_path / "net").read_bytes() == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are those of POSIX")
+def test_others_may_read_it_as_the_umask_says(tmp_path):
+    sr.save(fc(), tmp_path / "net")
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "net").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_a_link_stays_a_link(tmp_path):

@@ -338,6 +338,14 @@ def test_what_cannot_be_saved(tmp_path):
     error = refused(nn.Sequential(Keeps(2, 2)))
     assert (error.what, error.where) == ("Keeps keeps state that is not a tensor", "0")
     assert error.remedy == "store what get_extra_state returns by yourself"
+    net = fc()
+    net.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
+    assert refused(net).what == "safetensors knows no torch.complex128"
+    net = fc()
+    net.register_buffer("__metadata__", torch.zeros(2))
+    assert refused(net).what == "safetensors keeps this name for itself"
+    with pytest.raises(FileNotFoundError):
+        sr.save(fc(), tmp_path / "none" / "net")
     small = small_fc()
     small[1] = nn.GELU()
     error = refused(small)

@@ -88,14 +88,28 @@ def write(path: str, tensors: Mapping[str, Tensor], contents: dict[str, Any]) ->
     }
     text = json.dumps({**contents, "sha256": _digest(contents)}, sort_keys=True, separators=(",", ":"))
     beside = f"{path}.{secrets.token_hex(4)}.part"
+    with open(beside, "xb") as file:
+        mode = os.fstat(file.fileno()).st_mode & 0o777
     try:
-        save_file(data, beside, {_KEY: text})
+        _save(data, beside, text)
+        os.chmod(beside, mode)  # safetensors makes a file that others cannot read
         _to_disk(beside)
         os.replace(beside, path)
         _to_disk(os.path.dirname(path))
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(beside)
+
+
+def _save(data: dict[str, Tensor], path: str, text: str) -> None:
+    if "__metadata__" in data:
+        raise Misfit("safetensors keeps this name for itself", "__metadata__", "give the tensor another name")
+    try:
+        save_file(data, path, {_KEY: text})
+    except KeyError as error:
+        raise Misfit(f"safetensors knows no {error}", "the tensors", "store them as another dtype") from None
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 @contextlib.contextmanager
@@ -200,5 +214,6 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    layout = _CHANNELS_LAST.get(tensor.dim())
-    return layout is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout)
+    layout, plain = _CHANNELS_LAST.get(tensor.dim()), torch.empty(tensor.shape, device="meta").stride()
+    # Not by is_contiguous alone: a depthwise weight is contiguous either way, and its strides still choose the kernel.
+    return layout is not None and tensor.stride() != plain and tensor.is_contiguous(memory_format=layout)
