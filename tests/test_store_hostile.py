@@ -89,6 +89,18 @@ def test_another_number_of_heads(tmp_path):
     assert (what, where) == ("4 in this model, 2 in the squeezed one", "self_attn.num_heads") and remedy == WRONG_MODEL
 
 
+def test_another_number_of_heads_in_a_class_that_is_not_torchs(tmp_path):
+    class Attention(nn.Module):
+        def __init__(self, heads: int) -> None:
+            super().__init__()
+            self.num_heads, self.drop_rate = heads, 0.1 * heads
+            self.qkv = nn.Linear(8, 24)
+
+    sr.save(Attention(2), tmp_path / "net")
+    what, where, remedy = refusal(Attention(4), tmp_path / "net")
+    assert (what, where) == ("4 in this model, 2 in the squeezed one", "num_heads") and remedy == WRONG_MODEL
+
+
 def test_weights_that_are_tied_only_here(tmp_path):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     sr.save(net, tmp_path / "net")

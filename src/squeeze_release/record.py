@@ -18,9 +18,8 @@ from torch import nn
 
 RECORD = "_squeezed"
 _TORCHS_OWN = frozenset({*vars(nn.Module()), RECORD})  # hooks, `training`, parameters: none of them a width
-
-
 _IN_TRAINING = {"p", "dropout", "inplace", "momentum"}
+_MATTER = {"head", "heads", "group", "groups", "eps", "epsilon", "scale", "scaling"}
 
 
 class Structure(TypedDict):
@@ -29,7 +28,7 @@ class Structure(TypedDict):
     kind: str  # its class
     parameters: dict[str, list[int]]  # their shapes, under every name they have
     modules: dict[str, str]  # their classes
-    settings: dict[str, dict[str, Any]]  # layer of torch -> its arguments: stride, eps, number of heads
+    settings: dict[str, dict[str, Any]]  # module -> what else its function depends on: stride, eps, number of heads
     attributes: dict[str, dict[str, Any]]  # module -> the numbers it keeps in plain attributes
 
 
@@ -85,12 +84,18 @@ def changes(before: Structure, model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """As JSON has them, which knows no tuples; without those that matter in training only."""
-    if not type(module).__module__.startswith("torch.nn."):
-        return {}
-    own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN | _IN_TRAINING}
-    found: dict[str, Any] = json.loads(json.dumps({name: value for name, value in own.items() if _is_plain(value)}))
-    return found
+    """As JSON has them, which knows no tuples. Of a user's own module only those whose names say that they matter."""
+    own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN and _is_plain(value)}
+    if type(module).__module__.startswith("torch.nn."):
+        found = {name: value for name, value in own.items() if name not in _IN_TRAINING}
+    else:
+        found = {name: value for name, value in own.items() if type(value) in (int, float) and _MATTER & _words(name)}
+    normal: dict[str, Any] = json.loads(json.dumps(found))
+    return normal
+
+
+def _words(name: str) -> set[str]:
+    return set(name.lower().split("_"))
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
