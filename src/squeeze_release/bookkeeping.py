@@ -38,7 +38,7 @@ def update(model: nn.Module, before: list[Trace], after: list[Trace], calls: lis
     wishes = {
         (path, name): (value, follows)
         for path, module in model.named_modules()
-        if not type(module).__module__.startswith("torch.nn.")
+        if not type(module).__module__.startswith(("torch.nn.", f"{__package__}."))  # they follow their parameters
         for name, value in vars(module).items()
         if _is_width(name, value) and (follows := _renamed(name, value, _evidence(path, old, new))) != value
     }

@@ -9,14 +9,17 @@ say what it does.
 from __future__ import annotations
 
 import copy
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypedDict
 
 from torch import nn
 
 RECORD = "_squeezed"
 _TORCHS_OWN = frozenset({*vars(nn.Module()), RECORD})  # hooks, `training`, parameters: none of them a width
+_IN_TRAINING = {"p", "dropout", "inplace", "momentum"}
+_MATTER = {"head", "heads", "group", "groups", "eps", "epsilon", "scale", "scaling"}
 
 
 class Structure(TypedDict):
@@ -25,6 +28,7 @@ class Structure(TypedDict):
     kind: str  # its class
     parameters: dict[str, list[int]]  # their shapes, under every name they have
     modules: dict[str, str]  # their classes
+    settings: dict[str, dict[str, Any]]  # module -> what else its function depends on: stride, eps, number of heads
     attributes: dict[str, dict[str, Any]]  # module -> the numbers it keeps in plain attributes
 
 
@@ -43,9 +47,10 @@ class Origin(NamedTuple):
 def structure_of(model: nn.Module) -> Structure:
     modules = dict(model.named_modules(remove_duplicate=False))
     return {
-        "kind": type(model).__qualname__,
+        "kind": type(model).__name__,
         "parameters": {name: [*p.shape] for name, p in model.named_parameters(remove_duplicate=False)},
-        "modules": {path: type(module).__qualname__ for path, module in modules.items()},
+        "modules": {path: type(module).__name__ for path, module in modules.items()},
+        "settings": {path: found for path, module in modules.items() if (found := _settings(module))},
         "attributes": {path: numbers for path, module in modules.items() if (numbers := _numbers(module))},
     }
 
@@ -78,9 +83,34 @@ def changes(before: Structure, model: nn.Module) -> Iterator[tuple[str, str]]:
                 yield path, name
 
 
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """As JSON has them, which knows no tuples. Of a user's own module only those whose names say that they matter."""
+    own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN and _is_plain(value)}
+    if type(module).__module__.startswith("torch.nn."):
+        found = {name: value for name, value in own.items() if name not in _IN_TRAINING}
+    else:
+        found = {name: value for name, value in own.items() if type(value) in (int, float) and _MATTER & _words(name)}
+    normal: dict[str, Any] = json.loads(json.dumps(found))
+    return normal
+
+
+def _words(name: str) -> set[str]:
+    return set(name.lower().split("_"))
+
+
 def _numbers(module: nn.Module) -> dict[str, Any]:
-    own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
-    return {name: copy.deepcopy(value) for name, value in own.items() if _is_plain(value) and _has_number(value)}
+    return _class_numbers(type(module)) | _plain(vars(module))
+
+
+def _class_numbers(kind: type[nn.Module]) -> dict[str, Any]:
+    """Those that a class gives to all its modules, until one gets a value of its own."""
+    bases = [base for base in reversed(kind.__mro__) if base not in (object, nn.Module)]
+    return _plain({name: value for base in bases for name, value in vars(base).items() if not name.startswith("__")})
+
+
+def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in attributes.items() if name not in _TORCHS_OWN}
+    return {name: copy.deepcopy(value) for name, value in found.items() if _is_plain(value) and _has_number(value)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -168,7 +168,7 @@ def _refit(model: nn.Module, plan: Plan) -> nn.Module:
         for attribute, value in attributes.items():
             setattr(model.get_submodule(path), attribute, value)
     for path, made in plan.plain.items():
-        model = _swap(model, path, _plain(model.get_submodule(path), made))
+        model = swap(model, path, _plain(model.get_submodule(path), made))
     for path, index in plan.indices.items():
         model = swap(model, path, with_index(model.get_submodule(path), index))
     for path, live in plan.placed.items():
@@ -261,7 +261,7 @@ def _plain(old: nn.Module, made: Plain) -> nn.Module:
     like = old.weight
     new.weight = nn.Parameter(made.weight.to(like.device, like.dtype), requires_grad=like.requires_grad)
     new.bias = old.bias
-    _inherit(new, old)
+    inherit(new, old)
     return new
 
 

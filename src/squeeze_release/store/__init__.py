@@ -72,7 +72,8 @@ def load(model: nn.Module, path: Path) -> nn.Module:
     try:
         with opened(path) as archive:
             return rebuild(borrow(source), archive)
-    except Misfit as cause:
+    except (Misfit, RecursionError) as error:
+        cause = error if isinstance(error, Misfit) else Misfit("nested too deep", "its JSON")
         raise StoreError(
             cause.what,
             where=f"{cause.where}, in {os.fspath(path)}",

@@ -26,13 +26,15 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FORM = {
     "format": int,
     "package": str,
-    "full": {"kind": str, "parameters": {str: [int]}, "modules": {str: str}},
+    "full": {"kind": str, "parameters": {str: [int]}, "modules": {str: str}, "settings": {str: {str: object}}},
     "stand_ins": {str: {str: object}},
     "numbers": {str: {str: [object]}},
     "ties": {str: [str]},
     "frozen": [str],
+    "temporary": [str],
     "channels_last": [str],
     "checksums": {str: int},
+    "sha256": str,
 }
 
 
@@ -40,7 +42,7 @@ class Misfit(Exception):
     """What is wrong and where: the cause, to which `save` and `load` add what it means for the caller."""
 
     def __init__(self, what: str, where: str, remedy: str = "") -> None:
-        self.what, self.where, self.remedy = what, where or "the model itself", remedy
+        self.what, self.where, self.remedy = _line(what), _line(where) or "the model itself", remedy
         super().__init__(what)
 
 
@@ -53,7 +55,7 @@ class Archive:
         tied = [name for names in contents["ties"].values() for name in names]
         if len({*tied}) < len(tied) or stored & {*tied}:
             raise Misfit("a name stands for two tensors", "the ties")
-        for table in ("checksums", "ties", "frozen", "channels_last"):
+        for table in ("checksums", "ties", "frozen", "temporary", "channels_last"):
             if unknown := sorted({*contents[table]} - stored):
                 raise Misfit(f"the file says something about {unknown[0]}, and has no such tensor", f"its {table}")
         self.names: dict[str, list[str]] = {name: [name, *contents["ties"].get(name, ())] for name in sorted(stored)}
@@ -77,23 +79,37 @@ class Archive:
 
 def write(path: str, tensors: Mapping[str, Tensor], contents: dict[str, Any]) -> None:
     """To a file beside `path` that takes its place once it is on the disk."""
-    data = {name: _own_memory(tensor) for name, tensor in tensors.items()}
+    data = _own_memory(tensors)
     contents = {
         "format": FORMAT,
         **contents,
         "channels_last": [name for name, tensor in tensors.items() if _is_channels_last(tensor)],
         "checksums": {name: _checksum(tensor) for name, tensor in data.items()},
     }
-    text = json.dumps(contents, allow_nan=False, separators=(",", ":"))
+    text = json.dumps({**contents, "sha256": _digest(contents)}, sort_keys=True, separators=(",", ":"))
     beside = f"{path}.{secrets.token_hex(4)}.part"
+    with open(beside, "xb") as file:
+        mode = os.fstat(file.fileno()).st_mode & 0o777
     try:
-        save_file(data, beside, {"format": "pt", _KEY: text, "sha256": _digest(text)})
+        _save(data, beside, text)
+        os.chmod(beside, mode)  # safetensors makes a file that others cannot read
         _to_disk(beside)
         os.replace(beside, path)
         _to_disk(os.path.dirname(path))
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(beside)
+
+
+def _save(data: dict[str, Tensor], path: str, text: str) -> None:
+    if "__metadata__" in data:
+        raise Misfit("safetensors keeps this name for itself", "__metadata__", "give the tensor another name")
+    try:
+        save_file(data, path, {_KEY: text})
+    except KeyError as error:
+        raise Misfit(f"safetensors knows no {error}", "the tensors", "store them as another dtype") from None
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 @contextlib.contextmanager
@@ -128,10 +144,10 @@ def _contents(metadata: Any) -> dict[str, Any]:
         by = f" of squeeze-release {contents['package']}" if isinstance(contents.get("package"), str) else ""
         what = f"written in format {version}{by:.60}; this version reads format {FORMAT}"
         raise Misfit(what, "its JSON", "load it with the version that wrote it, or one that is newer")
-    if metadata.get("sha256") != _digest(text):
-        raise Misfit("the description of the network is not the one that was saved", "its JSON")
     if not _has_form(contents, _FORM):
         raise Misfit("the description of the network has another form than save gives it", "its JSON")
+    if contents.pop("sha256") != _digest(contents):
+        raise Misfit("the description of the network is not the one that was saved", "its JSON")
     return contents  # type: ignore[no-any-return]
 
 
@@ -159,10 +175,16 @@ def _has_form(value: Any, form: Any) -> bool:
     return form is object or type(value) is form
 
 
-def _own_memory(tensor: Tensor) -> Tensor:
+def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous on the CPU, in memory that is no other tensor's: safetensors writes nothing else."""
-    flat = tensor.detach().cpu().contiguous()
-    return flat if flat.untyped_storage().nbytes() == flat.nbytes else flat.clone()
+    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    seen: set[int] = set()
+    for name, tensor in flat.items():
+        memory = tensor.untyped_storage()
+        if memory.nbytes() != tensor.nbytes or memory.data_ptr() in seen:
+            flat[name] = tensor.clone()
+        seen.add(memory.data_ptr())
+    return flat
 
 
 def _to_disk(path: str) -> None:
@@ -174,8 +196,14 @@ def _to_disk(path: str) -> None:
             os.close(handle)
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+def _line(text: str) -> str:
+    """For a message: names in a file may be long, or have line breaks in them."""
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else f"{line[:297]}..."
+
+
+def _digest(contents: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -186,5 +214,6 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    layout = _CHANNELS_LAST.get(tensor.dim())
-    return layout is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout)
+    layout, plain = _CHANNELS_LAST.get(tensor.dim()), torch.empty(tensor.shape, device="meta").stride()
+    # Not by is_contiguous alone: a depthwise weight is contiguous either way, and its strides still choose the kernel.
+    return layout is not None and tensor.stride() != plain and tensor.is_contiguous(memory_format=layout)

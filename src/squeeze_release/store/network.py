@@ -26,7 +26,7 @@ class Slot(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else self.name
+        return join(self.path, self.name)
 
     @property
     def is_parameter(self) -> bool:
@@ -39,6 +39,10 @@ class Slot(NamedTuple):
     @property
     def tensor(self) -> Tensor | None:
         return (self.module._parameters if self.is_parameter else self.module._buffers)[self.name]
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def slots(model: nn.Module) -> dict[str, Slot]:
@@ -59,15 +63,17 @@ def describe(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     built one has other numbers in them.
     """
     record = record_of(model)
-    tensors, ties = _tensors(slots(model).values())
+    places = dict(sorted(slots(model).items()))  # so that the same network gives the same file
+    tensors, ties = _tensors(places.values())
     modules = dict(model.named_modules(remove_duplicate=False))
     return tensors, {
         "package": _version(),
-        "full": {key: record["full"][key] for key in ("kind", "parameters", "modules")},
+        "full": {key: record["full"][key] for key in ("kind", "parameters", "modules", "settings")},
         "stand_ins": {path: numbers_of(m) for path, m in modules.items() if _is_replaced(path, m, record["full"])},
         "numbers": _numbers(model, record),
         "ties": ties,
         "frozen": [name for name, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad],
+        "temporary": [name for name in tensors if not places[name].is_persistent],
     }
 
 
@@ -85,7 +91,7 @@ def _tensors(slots: Iterable[Slot]) -> tuple[dict[str, Tensor], dict[str, list[s
 
 def _is_replaced(path: str, module: nn.Module, full: Structure) -> bool:
     was, kind = full["modules"].get(path), type(module)
-    if was == kind.__qualname__:
+    if was == kind.__name__:
         if kind.get_extra_state is not nn.Module.get_extra_state:
             remedy = "store what get_extra_state returns by yourself"
             raise Misfit(f"{kind.__name__} keeps state that is not a tensor", path, remedy)
@@ -102,10 +108,10 @@ def _numbers(model: nn.Module, record: Record) -> dict[str, dict[str, Any]]:
     for path, name in changes(full, model):
         module, old = model.get_submodule(path), full["attributes"][path][name]
         by_hand = type(old) is int and type(module).__module__.startswith("torch.nn.")
-        own = type(module).__qualname__ == full["modules"][path] or takes_over(type(module))
+        own = type(module).__name__ == full["modules"][path] or takes_over(type(module))
         if own and (by_hand or name in record["changed"].get(path, ())):
             pair = json.loads(json.dumps([old, vars(module)[name]]))
-            like(old, pair[1], full, f"{path}.{name}")
+            like(old, pair[1], full, join(path, name))
             found.setdefault(path, {})[name] = pair
     return found
 

@@ -16,7 +16,7 @@ from ..modules.state import KeepsFloat64
 from ..record import RECORD, Record, Structure, structure_of
 from ..rewrite import swap
 from .archive import Archive, Misfit
-from .network import Slot, like, slots, widest
+from .network import Slot, join, like, slots, widest
 from .shapes import check_module, check_tensor, fits
 from .standins import make
 
@@ -41,21 +41,26 @@ def rebuild(model: nn.Module, archive: Archive) -> nn.Module:
 
 def _compare(stored: Mapping[str, Any], here: Structure) -> None:
     """Is it the model that was squeezed? The first difference is named."""
+    for name, shape in here["parameters"].items():
+        was = stored["parameters"].get(name)
+        if was != shape:
+            had = "nothing" if was is None else f"{was}"
+            raise Misfit(f"{shape} in this model, {had} in the squeezed one", name, WRONG_MODEL)
     for name, was in stored["parameters"].items():
-        shape = here["parameters"].get(name)
-        if shape is None:
-            raise Misfit(f"the model has no parameter {name}, the one that was squeezed had", name, WRONG_MODEL)
-        if shape != was:
-            raise Misfit(f"{name} is {shape} in this model, it was {was} in the squeezed one", name, WRONG_MODEL)
-    for name in here["parameters"]:
-        if name not in stored["parameters"]:
-            raise Misfit(f"the model has a parameter {name}, the one that was squeezed had not", name, WRONG_MODEL)
-    for path in [*stored["modules"], *here["modules"]]:
+        if name not in here["parameters"]:
+            raise Misfit(f"nothing in this model, {was} in the squeezed one", name, WRONG_MODEL)
+    for path in [*here["modules"], *stored["modules"]]:
         kind, was = _working(here["modules"].get(path)), _working(stored["modules"].get(path))
         if kind != was:
             raise Misfit(
                 f"{kind or 'nothing'} in this model, {was or 'nothing'} in the squeezed one", path, WRONG_MODEL
             )
+    for path, settings in here["settings"].items():
+        for name, value in settings.items():
+            was = stored["settings"].get(path, {}).get(name, value)  # another version of torch may not have it
+            if was != value and _working(here["modules"][path]):
+                what = f"{value!r} in this model, {was!r} in the squeezed one"
+                raise Misfit(what, join(path, name), WRONG_MODEL)
 
 
 def _working(kind: str | None) -> str | None:
@@ -66,7 +71,7 @@ def _working(kind: str | None) -> str | None:
 def _set_numbers(model: nn.Module, numbers: Mapping[str, Mapping[str, Any]], full: Structure) -> None:
     for path, pairs in numbers.items():
         for name, pair in pairs.items():
-            where = f"{path}.{name}" if path else name
+            where = join(path, name)
             if name not in full["attributes"].get(path, {}) or len(pair) != 2:
                 raise Misfit("the model has no such number that could be set", where)
             here = full["attributes"][path][name]
@@ -80,10 +85,12 @@ def _put_stand_ins(model: nn.Module, stand_ins: Mapping[str, Mapping[str, Any]],
     """Outer ones first: those inside them are children of the new module then."""
     made: dict[int, tuple[nn.Module, Mapping[str, Any]]] = {}
     for path in sorted(stand_ins, key=lambda path: len(path.split(".")) if path else 0):
+        if path not in full["modules"]:
+            raise Misfit("the model has no such module", path)
         try:
             old = model.get_submodule(path)
         except AttributeError:
-            raise Misfit("there is no such module to be replaced", path) from None
+            raise Misfit("it is part of a module that is replaced as a whole", path) from None
         _, before = made.get(id(old), (None, None))  # under another of its names
         if before is None:
             new = make(old, stand_ins[path], widest(full), path)
@@ -103,6 +110,8 @@ def _fill(model: nn.Module, archive: Archive, known: set[str]) -> None:
         tied.setdefault(id(slot.tensor), set()).add(name)
     filled: set[str] = set()
     for name, names in archive.names.items():
+        if name in archive.contents["temporary"] and name not in places:
+            continue  # a cache that the model makes when it runs
         if unknown := [each for each in names if each not in places]:
             raise Misfit("the model has no such parameter or buffer", unknown[0])
         mine = [places[each] for each in names]

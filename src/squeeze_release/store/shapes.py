@@ -21,7 +21,8 @@ from ..modules import (
 from ..modules.state import KeepsFloat64
 from ..record import Structure
 from .archive import Misfit
-from .network import Slot, widest
+from .network import Slot, join, widest
+from .standins import STAND_INS
 
 _INDEXED, _PLACED = tuple(INDEXED.values()), tuple(PLACED.values())
 _BY_INDEX = ("index", "place")
@@ -75,23 +76,26 @@ def check_module(module: nn.Module, path: str, full: Structure) -> None:
     if isinstance(module, _INDEXED):
         _check_indices(own, path, full)
     elif isinstance(module, KeepsFloat64):
-        count, most = float(own.count), widest(full)
-        if count != int(count) or count + own.normalized_shape[0] > most:
-            raise Misfit(f"it lost {count} channels, of {most} in the widest layer", path)
+        count, width, most = float(own.count), own.normalized_shape[0], _full_width(path, full)
+        if count != int(count) or count + width > most:
+            raise Misfit(f"it keeps {width} channels and lost {count:g}, of {most}", path)
     elif isinstance(module, NarrowMultiheadAttention) and own.out_proj.in_features != own._rows[2]:
         raise Misfit(f"its heads write {own._rows[2]} channels, {own.out_proj.in_features} are read", path)
-    groups = own.groups if isinstance(module, nn.modules.conv._ConvNd) else 1
-    if groups < 1 or (groups > 1 and any(width % groups for width in _widths(own))):
-        raise Misfit(f"{groups} groups do not divide its channels", path)
+    if isinstance(module, (nn.modules.conv._ConvNd, nn.GroupNorm)):
+        groups, widths = (
+            (own.num_groups, (own.num_channels,)) if isinstance(module, nn.GroupNorm) else (own.groups, _widths(own))
+        )
+        if groups < 1 or any(width % groups for width in widths):
+            raise Misfit(f"{groups} groups do not divide its channels", path)
 
 
 def _check_indices(module: Any, path: str, full: Structure) -> None:
     if module.index is not None:
-        _check_range(module.index, _full_width(path, full), f"{path}.index")
+        _check_range(module.index, _full_width(path, full), join(path, "index"))
     if type(module) in _PLACED:
         if module.place is None or module.fill is None:
             raise Misfit(f"{type(module).__name__} does not say where its outputs go", path)
-        _check_range(module.place, _widths(module)[1] + len(module.fill), f"{path}.place")
+        _check_range(module.place, _widths(module)[1] + len(module.fill), join(path, "place"))
     elif module.index is None:
         raise Misfit(f"{type(module).__name__} does not say which inputs it gathers", path)
 
@@ -103,10 +107,11 @@ def _check_range(index: Tensor, most: int, where: str) -> None:
 
 
 def _full_width(path: str, full: Structure) -> int:
-    """What a layer that gathers its inputs can have read before."""
-    was = full["attributes"].get(path, {})
-    gathers = full["modules"][path] in (kind.__qualname__ for kind in (*_INDEXED, *_PLACED))
-    return widest(full) if gathers else int(was.get("in_features", was.get("in_channels", 0)))
+    """How many channels a layer or norm can have read in the full-size model."""
+    was, shape = full["attributes"].get(path, {}), full["parameters"].get(join(path, "weight"), [])
+    if full["modules"][path] in STAND_INS:  # even there it was narrower than what it read
+        return widest(full)
+    return int(was.get("in_features", was.get("in_channels", shape[0] if len(shape) == 1 else widest(full))))
 
 
 def _widths(module: Any) -> tuple[int, int]:
@@ -138,6 +143,16 @@ def _needs(module: Any) -> Iterator[tuple[str, Shape]]:
         yield "weight", (module.num_embeddings, module.embedding_dim)
     elif isinstance(module, nn.PReLU):
         yield "weight", (module.num_parameters,)
+    elif isinstance(module, nn.RNNBase):
+        yield from ((name, tuple(weight.shape)) for name, weight in module.named_parameters(recurse=False))
+    elif isinstance(module, nn.MultiheadAttention):
+        width = module.embed_dim
+        yield from (
+            ("in_proj_weight", (3 * width, width)),
+            ("in_proj_bias", (3 * width,)),
+            ("q_proj_weight", (width, width)),
+        )
+        yield from (("k_proj_weight", (width, module.kdim)), ("v_proj_weight", (width, module.vdim)))
     elif isinstance(module, NarrowMultiheadAttention):
         yield from (("in_proj_weight", (sum(module._rows), None)), ("in_proj_bias", (sum(module._rows),)))
         yield from ((f"{which}_proj_weight", (rows, None)) for which, rows in zip("qkv", module._rows, strict=True))

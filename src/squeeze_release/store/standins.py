@@ -18,6 +18,7 @@ from ..modules import (
     CompensatedGroupNorm,
     CompensatedLayerNorm,
     CompensatedRMSNorm,
+    CompensatedStdNorm,
     Constant,
     NarrowMultiheadAttention,
     Passthrough,
@@ -33,6 +34,7 @@ _LAYERS = {kind.__name__: kind for kind in (*INDEXED.values(), *PLACED.values())
 _NUMBERS: Mapping[type[nn.Module], tuple[str, ...]] = {
     CompensatedLayerNorm: ("eps", "channel_dim", "normalized_shape"),
     CompensatedGroupNorm: ("eps", "channel_dim", "normalized_shape"),
+    CompensatedStdNorm: ("eps", "channel_dim", "normalized_shape"),
     CompensatedRMSNorm: ("eps", "channel_dim", "normalized_shape", "weight_offset"),
     Passthrough: ("outputs",),
     Shift: ("outputs", "channel_dim"),
