@@ -358,6 +358,9 @@ def test_what_cannot_be_saved(tmp_path):
     assert refused(net).what == "safetensors keeps this name for itself"
     with pytest.raises(FileNotFoundError):
         sr.save(fc(), tmp_path / "none" / "net")
+    error = refused(nn.Sequential(fc(), small_fc()))
+    assert (error.what, error.where) == ("a part of the model was squeezed by itself", "1")
+    assert error.remedy == "save this part by itself, and put it in its place after load"
     small = small_fc()
     small[1] = nn.GELU()
     error = refused(small)

@@ -25,9 +25,8 @@ _MATTER = {"head", "heads", "group", "groups", "eps", "epsilon", "scale", "scali
 class Structure(TypedDict):
     """How a model is built, without its weights."""
 
-    kind: str  # its class
     parameters: dict[str, list[int]]  # their shapes, under every name they have
-    modules: dict[str, str]  # their classes
+    modules: dict[str, str]  # their classes, that of the model itself under ""
     settings: dict[str, dict[str, Any]]  # module -> what else its function depends on: stride, eps, number of heads
     attributes: dict[str, dict[str, Any]]  # module -> the numbers it keeps in plain attributes
 
@@ -47,7 +46,6 @@ class Origin(NamedTuple):
 def structure_of(model: nn.Module) -> Structure:
     modules = dict(model.named_modules(remove_duplicate=False))
     return {
-        "kind": type(model).__name__,
         "parameters": {name: [*p.shape] for name, p in model.named_parameters(remove_duplicate=False)},
         "modules": {path: type(module).__name__ for path, module in modules.items()},
         "settings": {path: found for path, module in modules.items() if (found := _settings(module))},

@@ -26,7 +26,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FORM = {
     "format": int,
     "package": str,
-    "full": {"kind": str, "parameters": {str: [int]}, "modules": {str: str}, "settings": {str: {str: object}}},
+    "full": {"parameters": {str: [int]}, "modules": {str: str}, "settings": {str: {str: object}}},
     "stand_ins": {str: {str: object}},
     "numbers": {str: {str: [object]}},
     "ties": {str: [str]},

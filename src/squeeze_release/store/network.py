@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..modules.state import KeepsFloat64
-from ..record import Record, Structure, changes, record_of
+from ..record import RECORD, Record, Structure, changes, record_of
 from .archive import Misfit
 from .standins import STAND_INS, numbers_of, takes_over
 
@@ -63,12 +63,15 @@ def describe(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     built one has other numbers in them.
     """
     record = record_of(model)
+    if RECORD not in vars(model) and (part := [path for path, m in model.named_modules() if RECORD in vars(m)]):
+        remedy = "save this part by itself, and put it in its place after load"
+        raise Misfit("a part of the model was squeezed by itself", part[0], remedy)
     places = dict(sorted(slots(model).items()))  # so that the same network gives the same file
     tensors, ties = _tensors(places.values())
     modules = dict(model.named_modules(remove_duplicate=False))
     return tensors, {
         "package": _version(),
-        "full": {key: record["full"][key] for key in ("kind", "parameters", "modules", "settings")},
+        "full": {key: record["full"][key] for key in ("parameters", "modules", "settings")},
         "stand_ins": {path: numbers_of(m) for path, m in modules.items() if _is_replaced(path, m, record["full"])},
         "numbers": _numbers(model, record),
         "ties": ties,

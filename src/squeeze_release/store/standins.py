@@ -1,6 +1,6 @@
 """Our own modules in a stored network: described as plain numbers, and made again from them in a full-size model.
 
-Nothing is looked up by a name that a file gives, except in the two tables here.
+Nothing is looked up by a name that a file gives, except in the table `STAND_INS`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _NUMBERS: Mapping[type[nn.Module], tuple[str, ...]] = {
     Constant: ("outputs", "channel_dim"),
     NarrowMultiheadAttention: ("num_heads", "head_dim", "v_head_dim", "scale"),
 }
+_FLOATS = {"eps", "scale", "weight_offset"}
 STAND_INS = {kind.__name__: kind for kind in _NUMBERS} | _LAYERS
 MOST_OUTPUTS = 64  # of a block: what forward returns is a tuple so long
 
@@ -54,6 +55,8 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
     """The numbers from which `make` makes it again; its tensors not counted."""
     kind = type(module)
     numbers = {name: getattr(module, name) for name in _NUMBERS.get(kind, ())}
+    for name in _FLOATS & numbers.keys():
+        numbers[name] = None if numbers[name] is None else float(numbers[name])
     if isinstance(module, _Norm):
         numbers["normalized_shape"] = module.normalized_shape[0]
     if kind in PLACED.values():
@@ -84,8 +87,9 @@ def make(old: nn.Module, description: Mapping[str, Any], widest: int, where: str
 
 
 def _allowed(name: str, value: Any, kind: type[nn.Module], most: int) -> bool:
-    if name in ("eps", "scale", "weight_offset"):
-        return (type(value) is float and math.isfinite(value)) or (kind is CompensatedRMSNorm and value is None)
+    if name in _FLOATS:
+        as_torch = name == "eps" and kind is CompensatedRMSNorm and value is None
+        return as_torch or (type(value) is float and math.isfinite(value))
     if name == "channel_dim":
         return type(value) is int and value in (-1, 1)
     if name == "trained":
