@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..modules.state import KeepsFloat64
 from ..record import RECORD, Record, Structure, changes, record_of
 from .archive import Misfit
-from .standins import STAND_INS, numbers_of, takes_over
+from .standins import PLAIN, STAND_INS, numbers_of, takes_over
 
 _DERIVED = ("_mean32", "_base32")  # buffers of our norms that follow from others
 
@@ -99,7 +99,7 @@ def _is_replaced(path: str, module: nn.Module, full: Structure) -> bool:
             remedy = "store what get_extra_state returns by yourself"
             raise Misfit(f"{kind.__name__} keeps state that is not a tensor", path, remedy)
         return False
-    if was is None or STAND_INS.get(kind.__name__) is not kind:
+    if was is None or (STAND_INS | PLAIN).get(kind.__name__) is not kind:
         raise Misfit(f"{kind.__name__} is not what was here before the squeeze: {was or 'nothing'}", path)
     return True
 

@@ -43,12 +43,13 @@ _NUMBERS: Mapping[type[nn.Module], tuple[str, ...]] = {
 }
 _FLOATS = {"eps", "scale", "weight_offset"}
 STAND_INS = {kind.__name__: kind for kind in _NUMBERS} | _LAYERS
+PLAIN = {kind.__name__: kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}  # for one whose weight is computed
 MOST_OUTPUTS = 64  # of a block: what forward returns is a tuple so long
 
 
 def takes_over(kind: type[nn.Module]) -> bool:
     """Whether a stand-in keeps the attributes of the module that it stands for."""
-    return kind.__name__ in _LAYERS or kind is NarrowMultiheadAttention
+    return kind.__name__ in _LAYERS | PLAIN or kind is NarrowMultiheadAttention
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def make(old: nn.Module, description: Mapping[str, Any], widest: int, where: str
     """The stand-in for a module of the full-size model, its own tensors still to be filled in."""
     numbers = {**description}
     name = numbers.pop("class", None)
-    kind = STAND_INS.get(name) if isinstance(name, str) else None
+    kind = (STAND_INS | PLAIN).get(name) if isinstance(name, str) else None
     if kind is None:
         raise Misfit(f"{name!r} is no class that a stored network may use", where)
     wanted = {*_NUMBERS.get(kind, ()), *(["trained"] if kind in PLACED.values() else [])}
@@ -77,6 +78,8 @@ def make(old: nn.Module, description: Mapping[str, Any], widest: int, where: str
     for number, value in numbers.items():
         if not _allowed(number, value, kind, widest):
             raise Misfit(f"{number} of a {name} cannot be {value!r}", where)
+    if name in PLAIN:
+        return _plain(old, kind, where)
     if name in _LAYERS:
         return _layer(old, kind, numbers.get("trained"), where)
     if kind is NarrowMultiheadAttention:
@@ -109,6 +112,16 @@ def _layer(old: nn.Module, kind: type[nn.Module], trained: bool | None, where: s
     if trained is not None and "place" not in new._buffers:
         new.register_buffer("place", None)
         (new.register_parameter if trained else new.register_buffer)("fill", None)
+    return new
+
+
+def _plain(old: nn.Module, kind: type[nn.Module], where: str) -> nn.Module:
+    if not isinstance(old, kind):
+        raise Misfit(f"a {kind.__name__} cannot stand for a {type(old).__name__}", where)
+    new = kind.__new__(kind)
+    vars(new).update(state_of(old))
+    new._parameters = {name: old._parameters.get(name) for name in ("weight", "bias")}  # a gain is in the weight now
+    new._buffers = {}
     return new
 
 
