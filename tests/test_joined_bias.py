@@ -98,11 +98,12 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         pieces = (self.one, self.one) if self.kind == "twice" else (self.one, self.two)
-        y = F.linear(self.embed(x), self.both.weight, torch.cat(pieces))
+        bias = torch.cat(pieces)
+        y = F.linear(self.embed(x), self.both.weight, bias)
         if self.kind == "shared":
             y = y * torch.cat([self.one, self.one]).sigmoid()
         if self.kind == "added":
-            y = y + torch.cat(pieces)
+            y = y + bias
         return self.head(y.tanh())
 
 

@@ -21,6 +21,7 @@ from torch.nn.utils import prune
 
 import squeeze_release as sr
 from squeeze_release.modules import CompensatedLayerNorm, IndexedLinear, NarrowMultiheadAttention, PlacedLinear, Shift
+from squeeze_release.store.standins import make
 
 SLOW_START = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
@@ -209,6 +210,14 @@ def test_the_mode_and_hooks_of_the_model_given(tmp_path):
     loaded = sr.load(given, tmp_path / "net")
     loaded(torch.randn(2, 5))
     assert not any(module.training for module in loaded.modules()) and calls == [CompensatedLayerNorm]
+
+
+@pytest.mark.parametrize("name", ["CompensatedLayerNorm", "CompensatedRMSNorm", "Shift", "Constant"])
+def test_stand_ins_are_made_on_the_device_of_what_they_stand_for(name):
+    numbers = {"outputs": 0} if name in ("Shift", "Constant") else {"eps": 1e-5, "normalized_shape": 3}
+    numbers |= {"weight_offset": 0.0} if "RMS" in name else {}
+    new = make(nn.LayerNorm(4, device="meta"), {"class": name, "channel_dim": -1, **numbers}, 4, "norm")
+    assert {tensor.device.type for tensor in [*new.parameters(), *new.buffers()]} == {"meta"}
 
 
 class Heads(nn.Module):

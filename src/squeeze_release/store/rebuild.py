@@ -18,7 +18,7 @@ from ..rewrite import swap
 from .archive import Archive, Misfit
 from .network import Slot, join, like, slots, widest
 from .shapes import check_module, check_tensor, fits
-from .standins import make
+from .standins import device_of, make
 
 WRONG_MODEL = "build the model with the code and the arguments that built the one which was squeezed"
 
@@ -142,5 +142,4 @@ def _put(mine: list[Slot], tensor: torch.Tensor, trained: bool) -> None:
 
 
 def _device(slot: Slot) -> torch.device | None:
-    like = slot.tensor if slot.tensor is not None else next(slot.module.parameters(), None)
-    return None if like is None else like.device
+    return device_of(slot.module) if slot.tensor is None else slot.tensor.device

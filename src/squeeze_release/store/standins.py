@@ -130,7 +130,8 @@ def _norm(old: nn.Module, kind: type[nn.Module], numbers: dict[str, Any], where:
     if own.keys() - {"weight", "bias"} or any(parameter.dim() != 1 for parameter in own.values()):
         raise Misfit(f"a {kind.__name__} cannot stand for a {type(old).__name__}", where)
     kept = numbers.pop("normalized_shape")
-    new = kind(1, elementwise_affine=False, **numbers)  # at width 1: what a file says is not to be allocated
+    # At width 1: what a file says is not to be allocated.
+    new = kind(1, elementwise_affine=False, device=device_of(old), **numbers)
     for name in ("weight", "bias") if kind is not CompensatedRMSNorm else ("weight",):
         new.register_parameter(name, own.get(name))
     for name, child in old.named_children():
@@ -140,7 +141,9 @@ def _norm(old: nn.Module, kind: type[nn.Module], numbers: dict[str, Any], where:
 
 
 def _block(old: nn.Module, kind: type[nn.Module], numbers: dict[str, Any]) -> nn.Module:
-    like = next(old.parameters(), None)
-    if kind is Passthrough:
-        return kind(**numbers)
-    return kind(torch.zeros(1, device=None if like is None else like.device), **numbers)
+    return kind(**numbers) if kind is Passthrough else kind(torch.zeros(1, device=device_of(old)), **numbers)
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    like = next(module.parameters(), None)
+    return None if like is None else like.device
