@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from check import check, noisy
 from nets import Net, dead, rand, unread
@@ -137,3 +139,13 @@ def test_the_rules_of_the_paper_leave_it_as_it_is() -> None:
     model = net()
     dead(model[0], 1, bias=-1.0)
     check(model, image(), golden={"2": Standardised, "0.out_channels": 6}, rules="paper")
+
+
+def test_one_that_became_plain_is_saved_and_loaded(tmp_path: Path) -> None:
+    model, x = net().double(), image().double()
+    dead(model[0], 1, 4, bias=-1.0)
+    small = sr.squeeze(model.eval(), x).model
+    assert type(small[2]) is nn.Conv2d
+    sr.save(small, tmp_path / "net")
+    loaded = sr.load(net().double().eval(), tmp_path / "net")
+    assert torch.equal(loaded(x), small(x)) and type(loaded[2]) is nn.Conv2d

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from check import check, close, noisy, seeded
@@ -130,3 +132,18 @@ def test_a_norm_without_a_weight_keeps_what_varies() -> None:
     with torch.no_grad():
         model[2].weight[:, [1, 4, 7]] = 0
     check(model, rand(3, 6), golden={"0.out_features": 12, "1": PlainRMSNorm, "2.in_features": 12})
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 8), StdNorm(8), nn.Linear(8, 3)).double().eval()
+
+    model = noisy(build())
+    with torch.no_grad():
+        model[0].weight[:3] = 0
+        model[2].weight[:, :3] = 0
+    small = sr.squeeze(model, rand(2, 4)).model
+    assert isinstance(small[1], sr.CompensatedStdNorm) and small[1].removed == 3
+    sr.save(small, tmp_path / "net")
+    x = rand(5, 4)
+    assert torch.equal(sr.load(build(), tmp_path / "net")(x), small(x))
