@@ -25,12 +25,14 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_run_prints_its_summary_and_resumes(tmp_path: Path, brief: None) -> None:
     command = ["run", "fc-mnist", "--data", str(digits(tmp_path)), "--run-dir", str(tmp_path / "run")]
+    command += ["--set", "last_ratio=0.3", "--set", "schedule=linear"]
     result = CliRunner().invoke(cli.app, [*command, "--tensorboard"], catch_exceptions=False)
     assert result.exit_code == 0
     summary = json.loads(result.stdout)
     assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "cycle   0   validation" in result.stderr and "191,104 weights" in result.stderr
     assert list((tmp_path / "run").glob("events.out.tfevents.*"))
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["last_ratio"] == 0.3
     again = CliRunner().invoke(cli.app, [*command, "--resume", "--quiet"], catch_exceptions=False)
     assert json.loads(again.stdout) == summary and not again.stderr
 
@@ -50,6 +52,8 @@ def test_errors_are_printed_and_end_with_1(
     assert call("run", "fc-mnist", "--data", folder, "--run-dir", f"{folder}/run", "--quiet") == 0
     assert call("run", "fc-mnist", "--data", folder, "--run-dir", f"{folder}/run") == 1
     assert "holds a run already" in capsys.readouterr().err
+    assert call("run", "fc-mnist", "--data", folder, "--set", "epochs=3") == 1
+    assert "error: 'epochs=3' changes nothing" in capsys.readouterr().err
     assert call("run", "mnist-fc") == 2
     assert call("run", "fc-mnist", "--mode", "sideways") == 2
     assert call("run", "--help") == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from enum import Enum
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from . import recipes
 from .cycle import Bars, TensorBoard
-from .cycle.config import MODES
+from .cycle.config import MODES, Config
 from .errors import InputError, SqueezeError
 from .recipes.launch import Launch
 
@@ -43,6 +44,7 @@ def run(
     rules: Annotated[str | None, typer.Option(help="what squeezing may do: A, AB, paper or all")] = None,
     start: Annotated[Path | None, typer.Option(help="a safetensors checkpoint to start from")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --run-dir")] = False,
+    changes: Annotated[list[str] | None, typer.Option("--set", help="change the preset: --set prune_epochs=20")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="curves for TensorBoard in --run-dir")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="only the summary, as JSON")] = False,
 ) -> None:
@@ -67,10 +69,32 @@ def run(
             listeners.append(stack.enter_context(Bars(Console(stderr=True))))
         if tensorboard:
             listeners.append(TensorBoard(run_dir or Path()))
-        launch = Launch(seed, mode.value, rules, data, start, run_dir, resume, listeners, accelerator)
+        launch = Launch(
+            seed, mode.value, rules, data, start, run_dir, resume, listeners, accelerator, _changes(changes or [])
+        )
         result = chosen.run(preset, launch)
     if accelerator is None or accelerator.is_main_process:
         print(json.dumps(result.summary, indent=2))
+
+
+def _changes(texts: list[str]) -> tuple[tuple[str, Any], ...]:
+    """`name=value`, the value as JSON, or as text where it is none."""
+    known = {field.name for field in dataclasses.fields(Config)}
+    found: list[tuple[str, Any]] = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if name not in known or not equals:
+            raise InputError(
+                f"{text!r} changes nothing",
+                where="--set",
+                consequence="no run was started",
+                remedy=f"use NAME=VALUE, NAME one of {', '.join(sorted(known))}",
+            )
+        try:
+            found.append((name, json.loads(value)))
+        except json.JSONDecodeError:
+            found.append((name, value))
+    return tuple(found)
 
 
 def _accelerator() -> Any:
