@@ -24,9 +24,7 @@ from .verify import Call
 
 _MOST_PATHS = 3
 _STEPS = 64  # sizes differ by the powers of 2 up to this: by what networks divide them by
-_MERELY_LOOKS = ("__getitem__", "contiguous", "__get__", "size", "dim", "__set__")
-
-Steps = set[tuple[str, str]]  # module, and the function that its code calls
+_PADS = ("pad", "constant_pad_nd")  # what else code does to fit a size, cutting and resampling, leaves constants alone
 
 
 def takes_other_sizes(model: nn.Module, calls: list[Call]) -> bool:
@@ -44,7 +42,7 @@ def takes_other_sizes(model: nn.Module, calls: list[Call]) -> bool:
 
 
 def other_paths(model: nn.Module, calls: list[Call]) -> list[Call]:
-    """Examples of other sizes, at which some module calls a function that it does not call at the example's own.
+    """Examples of other sizes, at which the code of some module pads that does not at the example's own.
 
     Tried are images some powers of 2 larger and smaller, where one is all that comes in.
     """
@@ -52,10 +50,10 @@ def other_paths(model: nn.Module, calls: list[Call]) -> list[Call]:
     if shape is None or len(shape) < 4:
         return []
     with _quietly(model) as copy:
-        known = set().union(*(_steps(copy, call) or set() for call in calls))
+        known = set().union(*(_padding(copy, call) for call in calls))
         alone = _resized(calls[0], (1, *shape[1:]))  # one sample shows as much
         example = alone if _runs(copy, alone) else calls[0]
-        found = {other: _steps(copy, _resized(example, (None, *other[1:]))) or set() for other in _near(shape)}
+        found = {other: _padding(copy, _resized(example, (None, *other[1:]))) for other in _near(shape)}
     result: list[Call] = []
     while found and len(result) < _MOST_PATHS:
         best = max(found, key=lambda other: len(found[other] - known))
@@ -83,11 +81,11 @@ def _near(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 class _Watch(TorchFunctionMode):
-    """Which functions the code of which module calls."""
+    """The code of which modules pads."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.inside, self.steps = [""], set[tuple[str, str]]()
+        self.inside, self.found = [""], set[str]()
         self.handles = []
         for name, module in model.named_modules():
             self.handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
@@ -102,18 +100,17 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name not in _MERELY_LOOKS:
-            self.steps.add((self.inside[-1], name))
+        if getattr(func, "__name__", "") in _PADS:
+            self.found.add(self.inside[-1])
         return func(*args, **(kwargs or {}))
 
 
-def _steps(model: nn.Module, call: Call) -> Steps | None:
-    """What the code does; None if it does not run."""
+def _padding(model: nn.Module, call: Call) -> set[str]:
+    """The modules that pad; none where the model does not run."""
     watch = _Watch(model)
     try:
         with watch:
-            return watch.steps if _runs(model, call) else None
+            return watch.found if _runs(model, call) else set()
     finally:
         for handle in watch.handles:
             handle.remove()

@@ -77,7 +77,7 @@ def squeeze(
     check_finite(masked)
 
     calls, before, origin = as_calls(example_inputs, kwargs), outline(masked), origin_of(masked)
-    calls += [call for call in other_paths(masked, calls) if _exports(masked, call)]  # code may do more at other sizes
+    calls += [call for call in other_paths(masked, calls) if _exports(masked, call)]  # code may pad other sizes
     small, plans, memory = masked, [], Memory()
     # The same steps in float64. Constants are read from it: in `small`, what earlier steps folded is rounded already.
     exact = copy_model(masked).double() if verify else None
