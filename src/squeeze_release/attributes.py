@@ -96,7 +96,8 @@ def _alike(ctx: Analysis, live: Live) -> dict[tuple[type, tuple[str, ...]], dict
         module = ctx.model.get_submodule(path)
         ours = type(module).__module__.startswith(("torch.nn.", f"{__package__}."))  # they follow their parameters
         if not ours and registered(module) is None:
-            code = tuple(op.name for op in mine)
+            # The same ops on more dimensions are other code: windows of tokens, or all of them.
+            code = tuple(f"{op.name} {[len(fact.shape) for fact in op.outputs()]}" for op in mine)
             found.setdefault((type(module), code), {})[path] = _widths(mine, live)
     return found
 
