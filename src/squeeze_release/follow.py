@@ -107,6 +107,7 @@ def _search(ctx: Analysis, live: Live, plan: Plan, calls: list[Call], memory: Me
                 found = tried(picked | change)
                 if isinstance(found, Fit) or found.progress > best.progress:
                     best, picked, stuck = found, picked | change, False
+                    memory.liked.update({key: option.slots for key, option in change.items()})  # even if more must stay
                     break
     if isinstance(best, Problem) and memory.is_new(ctx, best, "real weights"):
         best = tried(picked, real=True)
