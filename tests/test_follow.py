@@ -289,6 +289,86 @@ class Sizes(nn.Module):
         return torch.cat([a.tanh(), b.relu()], -1)
 
 
+class Windowed(nn.Module):
+    """Hiera: the same ops on windows of tokens, or on all of them; heads and their width in other dimensions."""
+
+    def __init__(self, heads: int, windows: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.windows = heads, 4, windows
+        self.qkv, self.proj = nn.Linear(12, 12 * heads), nn.Linear(4 * heads, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        if self.windows:
+            y = self.qkv(x).reshape(batch, -1, self.windows, 3, self.heads, self.head_dim).permute(3, 0, 4, 2, 1, 5)
+        else:
+            y = self.qkv(x).reshape(batch, tokens, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = y.unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, -2)
+        return x + self.proj(y.reshape(batch, tokens, self.heads * self.head_dim))
+
+
+def windowed() -> nn.Sequential:
+    return noisy(nn.Sequential(Windowed(2, 3), Windowed(2, 3), Windowed(3, 0), Windowed(3, 0)))
+
+
+def test_the_same_ops_on_more_dimensions_are_other_code():
+    net = windowed()
+    for block in net:
+        for head in range(block.heads):
+            width = 4 * block.heads
+            dead(block.qkv, 4 * head + 1, width + 4 * head + 1, bias=0.0)
+            dead(block.qkv, 2 * width + 4 * head + 3, bias=0.4)
+    golden = {"0.head_dim": 3, "0.heads": 2, "0.qkv.out_features": 18, "2.head_dim": 3, "2.qkv.out_features": 27}
+    check(net, rand(2, 6, 12), golden=golden)
+
+
+def test_the_same_ops_on_more_dimensions_and_nothing_dead():
+    check(windowed(), rand(2, 6, 12), golden={"0.head_dim": 4, "2.head_dim": 4, "2.qkv.out_features": 36})
+
+
+class Table(nn.Module):
+    """timm's RelPosBias: a method of a module that is never called, and a shape in its attributes."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.bias_shape, self.table = (3, 3, heads), nn.Parameter(torch.randn(9, heads))
+
+    def get_bias(self) -> Tensor:
+        return self.table[torch.arange(9)].view(self.bias_shape).permute(2, 0, 1)
+
+
+class Biased(OneWidth):
+    """Heads of a width in an attribute, with a bias for each that another module makes."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.head_dim, self.rel_pos = width // heads, Table(heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        y = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim)
+        q, k, v = y.permute(2, 0, 3, 1, 4)
+        y = (q @ k.transpose(-2, -1) * 0.3 + self.rel_pos.get_bias()).softmax(-1) @ v
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+def biased(*heads: int) -> nn.Module:
+    net = noisy(nn.Sequential(nn.Linear(4, 16), Biased(16, 4), nn.Linear(16, 3)))
+    for head in heads:
+        unread(net[1].proj, *range(4 * head, 4 * head + 4))
+    return net
+
+
+def test_an_attribute_of_a_module_whose_methods_are_called():
+    golden = {"1.num_heads": 3, "1.qkv.out_features": 36, "1.rel_pos.bias_shape": (3, 3, 3), "1.rel_pos.table": (9, 3)}
+    check(biased(2), rand(2, 3, 4), golden=golden)
+
+
+def test_an_attribute_of_a_module_whose_methods_are_called_and_nothing_dead():
+    check(biased(), rand(2, 3, 4), golden={"1.num_heads": 4, "1.rel_pos.bias_shape": (3, 3, 4)})
+
+
 def test_a_list_of_widths():
     net = noisy(nn.Sequential(nn.Linear(4, 10), Sizes(4, 6), nn.Linear(10, 2)))
     unread(net[2], 1, 2, 7)

@@ -8,6 +8,7 @@ them. A stride of 4 has the value of 4 heads in one stage, but not in the next.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,7 @@ def wishes(ctx: Analysis, live: Live, liked: Mapping[Key, tuple[Slot | None, ...
     """
     found: Wishes = {}
     for (kind, code), places in _alike(ctx, live).items():
-        modules = {path: vars(ctx.model.get_submodule(path)) for path in places}
+        modules = {path: _attributes(ctx, path) for path in places}
         for name in dict.fromkeys(itertools.chain.from_iterable(modules.values())):
             values = {path: module[name] for path, module in modules.items() if name in module}
             options = _options(name, values, places)
@@ -64,9 +65,21 @@ def chosen(ctx: Analysis, live: Live, picked: Mapping[Key, Option]) -> dict[str,
     result: dict[str, dict[str, Number]] = {path: {**named} for path, named in named_attributes(ctx, live).items()}
     for (_, _, name), option in picked.items():
         for path, value in option.values.items():
-            if value != getattr(ctx.model.get_submodule(path), name):
-                result.setdefault(path, {})[name] = value
+            if value != operator.attrgetter(name)(ctx.model.get_submodule(path)):
+                owner, _, attribute = f"{path}.{name}".rpartition(".")
+                result.setdefault(owner.lstrip("."), {})[attribute] = value
     return result
+
+
+def _attributes(ctx: Analysis, path: str) -> dict[str, Any]:
+    """A module's own attributes, and those of modules that it holds and never calls: their methods are its code."""
+    module, traces = ctx.model.get_submodule(path), {op.trace for op in ctx.ops[:1] + ctx.ops[-1:]}
+    found = dict(vars(module))
+    for name, child in module.named_children():
+        below = f"{path}.{name}".lstrip(".")
+        if not any(trace.calls[below].count for trace in traces if below in trace.calls):
+            found |= {f"{name}.{attribute}": value for attribute, value in vars(child).items()}
+    return found
 
 
 def others(wishes: Wishes, picked: Mapping[Key, Option], module: str) -> Iterator[dict[Key, Option]]:
@@ -96,7 +109,8 @@ def _alike(ctx: Analysis, live: Live) -> dict[tuple[type, tuple[str, ...]], dict
         module = ctx.model.get_submodule(path)
         ours = type(module).__module__.startswith(("torch.nn.", f"{__package__}."))  # they follow their parameters
         if not ours and registered(module) is None:
-            code = tuple(op.name for op in mine)
+            # The same ops on more dimensions are other code: windows of tokens, or all of them.
+            code = tuple(f"{op.name} {[len(fact.shape) for fact in op.outputs()]}" for op in mine)
             found.setdefault((type(module), code), {})[path] = _widths(mine, live)
     return found
 
