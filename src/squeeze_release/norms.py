@@ -141,8 +141,7 @@ def recognise(module: nn.Module) -> Norm | None:
         return Norm("layer", eps=module.eps) if len(module.normalized_shape) == 1 else None
     if type(module) is nn.RMSNorm:
         return Norm("rms", eps=module.eps) if len(module.normalized_shape) == 1 else None
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or next(module.buffers(), None) is not None:
+    if _width(module) is None or next(module.buffers(), None) is not None:
         return None
     if "forward" in module.__dict__ or {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
         return None
@@ -150,6 +149,16 @@ def recognise(module: nn.Module) -> Norm | None:
         return None
     candidates = [norm for eps in _small_floats(module) for norm in _norms(eps)]
     return next((norm for norm in candidates if _behaves(module, norm)), None)
+
+
+def _width(module: nn.Module) -> int | None:
+    """As many channels as its weight has entries; one without parameters may say how many it is for."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, nn.Parameter):
+        return len(weight) if weight.dim() == 1 else None
+    shape = getattr(module, "normalized_shape", None)
+    alone = weight is None and next(module.parameters(), None) is None and next(module.children(), None) is None
+    return shape[0] if alone and isinstance(shape, tuple) and len(shape) == 1 and isinstance(shape[0], int) else None
 
 
 def _small_floats(module: nn.Module) -> list[float]:
@@ -169,15 +178,16 @@ def _norms(eps: float) -> Iterator[Norm]:
 def _behaves(module: nn.Module, norm: Norm) -> bool:
     """Compare with the norm on random numbers, small ones too so that eps counts."""
     bias = getattr(module, "bias", None)
-    if norm.kind == "rms" and bias is not None:
+    if (norm.kind == "rms" and bias is not None) or (module.weight is None and norm.weight_offset):
         return False
     twin = copy.deepcopy(module).double().cpu().eval()
-    weight, bias = twin.weight, getattr(twin, "bias", None)
-    assert isinstance(weight, Tensor) and norm.eps is not None
+    bias, width = getattr(twin, "bias", None), _width(module)
+    assert width is not None and norm.eps is not None
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.normal_(generator=generator)
+        weight = twin.weight if isinstance(twin.weight, Tensor) else torch.ones(width, dtype=torch.float64)
         for scale in (1.0, 1e-3):
             x = scale * torch.randn((2, 3, 5, len(weight)), generator=generator, dtype=torch.float64)
             if norm.positions:

@@ -27,8 +27,8 @@ class Matmul(Contraction):
 
     A softmax over the last dimension has rows that sum to 1, so a value channel that is the same for every token
     passes through the second product; and it does not see what all keys share, so a key channel that is the same for
-    every token goes from the first. Where one side has a fixed width, the d stay, and of the other side whole heads may
-    go.
+    every token goes from the first. Columns of b that are 0 give 0, whatever a is.
+    Where one side has a fixed width, the d stay, and of the other side whole heads may go.
     Exact: where only scaling by one number, adding, and identities lie between the product and its softmax.
     Keeps: constant keys and values where anything else lies between (a softcap, sinks, relu); vectors as operands; all
     of a head where a batch dimension has a fixed width on the other side.
@@ -41,7 +41,9 @@ class Matmul(Contraction):
             return super().forward(op, ctx)
         layers = self.product(op, ctx, a, b, out.shape)
         rank = len(out.shape)
-        value = keep_uniform(b.value, (len(b.shape) - 2,)) if sums_to_one(op) else compact(out.value)
+        value = keep_uniform(b.value, (len(b.shape) - 2,))
+        if not sums_to_one(op):
+            value = torch.where(value == 0, value, torch.nan)
         return Fact(
             out.shape, tuple(layers), value.reshape((1,) * (rank - value.dim()) + value.shape).expand(out.shape)
         )

@@ -116,7 +116,7 @@ class Reduce(Rule):
     radix, the mean of each group of channels), those that enter one sum go together.
     Exact: over positions no channel sees another one.
     Keeps: all channels that are summed over, a softmax over channels included; what has several outputs (`max.dim`).
-    Other numbers than those of mean, amax and amin are not followed.
+    Other numbers than those of mean, amax and amin are not followed, but that a sum of zeros is 0.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -135,7 +135,7 @@ class Reduce(Rule):
         kept = [compact(x.layers[i] if same else layer) for i, layer in enumerate(layers) if layer is not None]
         value = keep_uniform(x.value, dims)
         if not op.name.startswith(("aten.mean", "aten.amax", "aten.amin")):
-            value = torch.full_like(value, torch.nan)
+            value = torch.where((value == 0) & op.name.startswith("aten.sum"), value, torch.nan)
 
         def fit(numbers: Tensor) -> Tensor:
             if len(outs.shape) < rank:  # keepdim=False
