@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .caches import nothing_kept, without_cache
+from .decisions import Decided, Decisions
 from .einsum import EinsumAsMatmul
 from .errors import ExportError, InputError, SqueezeError
 from .modules import NarrowMultiheadAttention
@@ -88,9 +89,10 @@ def as_calls(example_inputs: Any, kwargs: dict[str, Any] | None) -> list[Call]:
 def trace(model: nn.Module, call: Call) -> Trace:
     """Run the model once in eager, then export it."""
     with traceable(model):
-        calls = _probe(model, call)
+        with Decisions() as decisions:
+            calls = _probe(model, call)
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), Decided(decisions):
                 warnings.simplefilter("ignore")  # torch.export warns of itself
                 program = torch.export.export(model, *call, strict=False)
                 if _mutates(program.graph):

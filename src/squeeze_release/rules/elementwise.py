@@ -27,11 +27,11 @@ lift_fresh_copy lift_fresh to.dtype to.device to.dtype_layout to.other _to_copy 
 BINARY = """add.Tensor sub.Tensor mul.Tensor div.Tensor add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor
 add.Scalar sub.Scalar mul.Scalar div.Scalar add_.Scalar sub_.Scalar mul_.Scalar div_.Scalar rsub.Scalar rsub.Tensor
 div.Tensor_mode pow.Tensor_Tensor maximum minimum lerp addcmul addcdiv prelu atan2 fmod remainder
-true_divide.Tensor multiply.Tensor subtract.Tensor divide.Tensor""".split()
+true_divide.Tensor multiply.Tensor subtract.Tensor divide.Tensor
+clamp.Tensor clamp_.Tensor clamp_min.Tensor clamp_max.Tensor""".split()
 
 # Combined by place like the others, but their numbers are not followed.
-OPAQUE = """where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill masked_fill_
-eq ne lt le gt ge logical_and logical_or logical_not bitwise_and.Tensor
+OPAQUE = """eq ne lt le gt ge logical_and logical_or logical_not bitwise_and.Tensor
 bitwise_or.Tensor bitwise_not zeros_like ones_like full_like empty_like bernoulli floor_divide isnan isinf isfinite
 erfinv zero copy fill.Scalar fill.Tensor __and__ __or__ __xor__ bitwise_xor.Tensor logical_xor pow.Scalar""".split()
 
@@ -45,7 +45,7 @@ class Unary(Rule):
     """y = f(x), element by element: a constant c becomes f(c).
 
     Exact: f(c) is computed by the op itself, in float64.
-    Keeps: everything where a bound is a tensor (clamp).
+    Keeps: everything where it has a second tensor, but for the bounds of a clamp: these are combined with x.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -159,13 +159,29 @@ def never_zero(node: Any) -> bool:
 
 @rule(*OPAQUE)
 class CombineOpaque(Combine):
-    """y = f(x, z) as above, for comparisons, `where` and the like: the numbers are not followed.
+    """y = f(x, z) as above, for comparisons and the like: the numbers are not followed.
 
     Exact: labels are merged as above.
     Keeps: what it kept above; a constant that comes out is not known to be one.
     """
 
     follow_numbers = False
+
+
+@rule("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar", "masked_fill", "masked_fill_")
+class Choice(Combine):
+    """y = x where a condition holds, z elsewhere; `masked_fill` likewise. Labels are merged as above.
+
+    Constant: where x and z are the same number, for then it does not matter which of them it is.
+    Exact: as above.
+    Keeps: what it kept above; two constants that differ are not known to be one.
+    """
+
+    def _value(self, op: Op, facts: list[Fact], shape: tuple[int, ...]) -> Tensor:
+        filled = "masked_fill" in op.name
+        x, z = (op.given["self"], op.given["value"]) if filled else (op.given["self"], op.given["other"])
+        a, b = (torch.as_tensor(numbers(side), dtype=torch.float64) for side in (x, z))
+        return torch.where(a == b, a, torch.nan).expand(shape)
 
 
 def scaled_span(op: Op, facts: list[Fact], shape: tuple[int, ...]) -> Span | None:

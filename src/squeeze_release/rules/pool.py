@@ -116,7 +116,7 @@ class Reduce(Rule):
     Exact: over positions no channel sees another one. How many positions there are depends on the input, so their sum
     is no constant.
     Keeps: all channels that are summed over, a softmax over channels included; what has several outputs (`max.dim`).
-    Other numbers than those of mean, amax, amin, sum and softmax are not followed.
+    Other numbers than those of mean, amax, amin, sum and softmax are not followed, but that a sum of zeros is 0.
     """
 
     def forward(self, op: Op, ctx: Analysis) -> Facts:
@@ -157,7 +157,8 @@ class Reduce(Rule):
             return wide.sum(dims, keepdim=True)
         if parts and op.name.startswith(("aten.softmax", "aten._softmax")):
             return wide.softmax(dims[0])
-        return torch.full_like(compact(unknown(x.shape)), torch.nan)
+        zeros = keep_uniform(x.value, dims)  # however many
+        return torch.where((zeros == 0) & op.name.startswith("aten.sum"), zeros, torch.nan)
 
     def bind(self, op: Op, ctx: Analysis, layer: Tensor, dims: tuple[int, ...]) -> Tensor | None:
         return bind_along(op, ctx, layer, dims)
