@@ -175,3 +175,14 @@ def test_seeds_that_once_crashed(seed: int) -> None:
 def test_seeds_whose_second_squeeze_once_found_more(seed: int) -> None:
     """Heads were tied in one way for the widths they had; at the widths that were left another way let more go."""
     attack_all(case_of(seed), seed)
+
+
+@pytest.mark.parametrize("seed", [432, 4031])
+def test_constants_that_only_dead_rows_read_once_had_no_bias_to_go_into(seed: int) -> None:
+    """Cross-attention with weights of their own for q, k and v, and one bias for all three."""
+    attack_all(case_of(seed), seed)
+
+
+def test_the_copies_of_a_constant_were_once_taken_for_channels() -> None:
+    """A norm over one channel, of a constant that is expanded over the tokens: how many there are is the input's."""
+    attack_all(case_of(6775), 6775)

@@ -73,6 +73,8 @@ class Borders:
     def __init__(self, trace: Trace, ctx: Analysis) -> None:
         self.trace = trace
         self.ops = {op.node: op for op in ctx.ops if op.trace is trace}
+        copies = [labels for op in self.ops.values() for labels in op.memo.get("copies", ())]
+        self.copies = torch.cat(copies) if copies else torch.empty(0, dtype=torch.int64)
         self.inner: dict[str, list[fx.Node]] = {}
         for node in trace.nodes:
             for path in trace.paths[node]:
@@ -178,7 +180,7 @@ def _unread(border: Borders, name: str, replaced: dict[str, Replacement]) -> Rep
         return None
     if _widthless(border, node, replaced):
         return Replacement("passthrough", outputs=call.outputs)
-    return _by_channel("constant", torch.zeros((), dtype=torch.float64).expand(op.out.shape), call, op)
+    return _by_channel("constant", torch.zeros((), dtype=torch.float64).expand(op.out.shape), call, op, border)
 
 
 def _only_width_differs(shape: tuple[int, ...], op: Op | None) -> bool:
@@ -224,11 +226,11 @@ def _replacement(border: Borders, name: str, module: nn.Module) -> Replacement |
     if entry is not None and first and type(module) is not nn.Sequential:
         shift = _shift(node, entry, border)
         if shift is not None:
-            return _by_channel("shift", shift, call, border.ops[node])
+            return _by_channel("shift", shift, call, border.ops[node], border)
     op = border.ops.get(node)
     if op is None or not isinstance(op.out, Fact) or not _keeps_positions(border, name):
         return None
-    return _by_channel("constant", op.out.value, call, op)
+    return _by_channel("constant", op.out.value, call, op, border)
 
 
 def _keeps_positions(border: Borders, name: str) -> bool:
@@ -245,7 +247,7 @@ def _keeps_positions(border: Borders, name: str) -> bool:
     return True
 
 
-def _by_channel(kind: str, value: Tensor, call: ModuleCall, op: Op) -> Replacement | None:
+def _by_channel(kind: str, value: Tensor, call: ModuleCall, op: Op, border: Borders) -> Replacement | None:
     """A number for every channel, last or first, if the module keeps the other dimensions."""
     shape_in, out = call.shape_in, op.out
     if not isinstance(out, Fact) or shape_in is None:
@@ -263,7 +265,8 @@ def _by_channel(kind: str, value: Tensor, call: ModuleCall, op: Op) -> Replaceme
             if kind == "shift" and not bool(numbers.any()):
                 return Replacement("passthrough", outputs=call.outputs)
             written = affine is not None and affine.channel % rank == dim % rank
-            if rank > 2 and not out.along(dim) and not written:
+            own = any(not bool(torch.isin(compact(layer), border.copies).any()) for layer in out.along(dim))
+            if rank > 2 and not own and not written:
                 continue  # these may be positions, of which there are others at another resolution
             return Replacement(kind, numbers.clone(), dim, _channel_labels(out, dim), call.outputs)
     return None

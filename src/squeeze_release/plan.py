@@ -102,7 +102,8 @@ class Plan:
         if op.given.get("bias") is None or whole.bias is not None:
             self.folded[whole.bias or op.module] = whole
             return
-        for piece in op.memo["pieces"]:  # a bias that is put together
+        # A bias that is put together. One that cannot change has nothing to take: only rows that go read it.
+        for piece in op.memo.get("pieces") or ():
             if piece.name is not None:
                 self.folded[piece.name] = replace(whole, bias=piece.name, delta=delta[piece.rows])
 
