@@ -68,6 +68,20 @@ def test_two_epochs_an_update() -> None:
     assert [line["alive"] for line in pruned] == [round(960 * sr.prune.linear(p / 3, last=0.02)) for p in (1, 2, 3)]
 
 
+def test_an_update_may_recover_before_it_is_judged() -> None:
+    lines = Lines()
+    config = replace(tiny.CONFIG, max_cycles=1, recovery_epochs=1, threshold=0.0, max_drop=1.0)
+    tiny.run(config, listeners=[lines])
+    pruned = lines.of("epoch", "prune")
+    assert [line["epoch"] for line in pruned] == [2, 4, 6]
+    assert [line["alive"] for line in pruned] == [round(960 * sr.prune.cubic(p / 3, last=0.02)) for p in (1, 2, 3)]
+    strict = replace(config, max_drop=0.1)
+    assert len(tiny.run(strict).points) == 2  # at once, the last updates would cost more than that
+    hasty = Lines()
+    tiny.run(replace(strict, recovery_epochs=0, epochs_an_update=2), listeners=[hasty])
+    assert hasty.of("epoch", "prune")[-1]["undone"]
+
+
 def test_an_update_that_costs_too_much_is_undone_and_ends_the_pruning() -> None:
     lines = Lines()
     result = tiny.run(replace(tiny.CONFIG, max_cycles=1, last_ratio=0.001, threshold=0.8), listeners=[lines])

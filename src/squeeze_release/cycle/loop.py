@@ -86,8 +86,10 @@ def prune_step(run: Run) -> None:
     before, accuracy_before = run.snapshot(), run.state.accuracy
     for _ in range(config.epochs_an_update):
         run.train(config.prune_epochs)
-    progress = min(1.0, run.state.epoch / config.prune_epochs)
+    progress = min(1.0, (run.state.epoch + config.recovery_epochs) / config.prune_epochs)
     run.masks.prune(run.scores(), keep=SCHEDULES[config.schedule](progress, last=config.last_ratio))
+    for _ in range(config.recovery_epochs):
+        run.train(config.prune_epochs)
     accuracy = run.evaluate()
     fell = accuracy_before is not None and accuracy < accuracy_before - config.max_drop
     undone = accuracy < config.threshold or fell
