@@ -87,13 +87,11 @@ def squeeze(
         facts = analyse(small, traces, rules, keep, exact)  # 2. constants, forward
         facts.pin_outputs(feeds_training_branches(small, calls[0], traces), "feeds a branch that runs in training only")
         fitted = fit(facts, calls, memory)  # 3. liveness, backward  4. plan, and see that the code follows it
-        step = fitted.plan if fitted.saved > 0 else _plain_step(facts, small, calls, rules, keep)
-        if step.empty and compaction:
-            step = plan_compaction(facts)
-        if step.empty and unbound:
-            break
-        if step.empty:  # what had to be tied in wider layers may be tied in another way in those that are left
-            memory = Memory(memory.liked)
+        step = fitted.plan if fitted.saved > 0 else _other_step(facts, calls, rules, compaction)
+        if step.empty:
+            if unbound:
+                break
+            memory = Memory(memory.liked)  # what wider layers had to tie may be tied in another way in those left
             continue
         # What is left may show more: a block may be dead once a channel is gone. The second look mostly finds nothing.
         traces = fitted.traces if fitted.saved > 0 else _traces(rewrite(borrow(small), step), calls)
@@ -129,15 +127,15 @@ def _exports(model: nn.Module, call: Call) -> bool:
         return False
 
 
-def _plain_step(facts: Analysis, small: nn.Module, calls: list[Call], rules: str, keep: Sequence[str]) -> Plan:
-    """Computed weights become plain ones, where a look at what comes of that finds channels to go."""
+def _other_step(facts: Analysis, calls: list[Call], rules: str, compaction: str | None) -> Plan:
+    """Where no channel goes as things are: computed weights become plain, so that some can; layers gather and place."""
     step = plan_plain(facts)
-    if step.empty:
-        return step
-    with borrowed(small) as copy:
-        model = rewrite(copy, step)
-        found = fit(analyse(model, _traces(model, calls), rules, keep), calls, Memory())
-    return that_matter(step, found.plan if found.saved > 0 else Plan())
+    if not step.empty:
+        with borrowed(facts.model) as copy:
+            model = rewrite(copy, step)
+            found = fit(analyse(model, _traces(model, calls), rules, facts.keep), calls, Memory())
+        step = that_matter(step, found.plan if found.saved > 0 else Plan())
+    return plan_compaction(facts) if step.empty and compaction else step
 
 
 def _check_arguments(rules: str, compaction: str | None) -> None:

@@ -50,6 +50,7 @@ class Bars:
                 f"{line['deployable_weights']:>11,} weights   {line['deployable_params']:>11,} parameters   "
                 f"{line['mask_alive']:>11,} not zero",
                 highlight=False,
+                soft_wrap=True,
             )
 
     def _draw(self, line: dict[str, Any]) -> None:

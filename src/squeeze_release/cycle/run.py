@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import hashlib
 import random
 import sys
@@ -46,6 +45,7 @@ class Run:
         self._train_epoch, self._evaluate, self._make_optimizer = train_epoch, evaluate, make_optimizer
         self.config, self.directory, self.devices, self.listeners = config, directory, directory.devices, listeners
         self.state = State()
+        self._start: nn.Module | None = None  # read when it is asked for
         self.adopt(self.devices.place(copy.deepcopy(origin)))
         if not self.masks.targets:
             raise InputError(
@@ -139,9 +139,11 @@ class Run:
         self._seconds = time.perf_counter() - started
         self.state = replace(state, epoch=state.epoch + 1, seconds=state.seconds + self._seconds)
 
-    @functools.cache  # noqa: B019  a run lives as long as its process
     def _unpruned(self) -> nn.Module:
-        return self.devices.place(self.directory.load_network(self.origin, self.directory.network_name(0))).eval()
+        if self._start is None:
+            self._start = self.directory.load_network(self.origin, self.directory.network_name(0))
+            self.devices.place(self._start).eval()
+        return self._start
 
     @torch.no_grad()
     def evaluate(self) -> float:
