@@ -56,7 +56,7 @@ def test_the_weights_follow_the_schedule() -> None:
     lines = Lines()
     tiny.run(replace(tiny.CONFIG, max_cycles=1, threshold=0.0, max_drop=1.0), listeners=[lines])
     alive = [line["alive"] for line in lines.of("epoch", "prune")]
-    assert alive == [round(960 * sr.prune.cubic((i + 1) / 6, last=0.02)) for i in range(6)]
+    assert alive == [round(960 * sr.prune.cubic(i / 6, last=0.02)) for i in range(6)]
 
 
 def test_two_epochs_an_update() -> None:
@@ -65,21 +65,7 @@ def test_two_epochs_an_update() -> None:
     tiny.run(config, listeners=[lines])
     pruned = lines.of("epoch", "prune")
     assert [line["epoch"] for line in pruned] == [2, 4, 6]
-    assert [line["alive"] for line in pruned] == [round(960 * sr.prune.linear(p / 3, last=0.02)) for p in (1, 2, 3)]
-
-
-def test_an_update_may_recover_before_it_is_judged() -> None:
-    lines = Lines()
-    config = replace(tiny.CONFIG, max_cycles=1, recovery_epochs=1, threshold=0.0, max_drop=1.0)
-    tiny.run(config, listeners=[lines])
-    pruned = lines.of("epoch", "prune")
-    assert [line["epoch"] for line in pruned] == [2, 4, 6]
-    assert [line["alive"] for line in pruned] == [round(960 * sr.prune.cubic(p / 3, last=0.02)) for p in (1, 2, 3)]
-    strict = replace(config, max_drop=0.1)
-    assert len(tiny.run(strict).points) == 2  # at once, the last updates would cost more than that
-    hasty = Lines()
-    tiny.run(replace(strict, recovery_epochs=0, epochs_an_update=2), listeners=[hasty])
-    assert hasty.of("epoch", "prune")[-1]["undone"]
+    assert [line["alive"] for line in pruned] == [round(960 * sr.prune.linear(p / 3, last=0.02)) for p in (0, 1, 2)]
 
 
 def test_an_update_that_costs_too_much_is_undone_and_ends_the_pruning() -> None:
@@ -94,9 +80,9 @@ def test_an_update_that_costs_too_much_is_undone_and_ends_the_pruning() -> None:
 
 def test_a_drop_from_one_update_to_the_next_is_undone_too() -> None:
     lines = Lines()
-    tiny.run(replace(tiny.CONFIG, max_cycles=1, last_ratio=0.02, threshold=0.0, max_drop=0.2), listeners=[lines])
+    tiny.run(replace(tiny.CONFIG, max_cycles=1, last_ratio=0.001, threshold=0.0, max_drop=0.1), listeners=[lines])
     *good, bad = lines.of("epoch", "prune")
-    assert bad["undone"] and bad["accuracy"] < good[-1]["accuracy"] - 0.2
+    assert bad["undone"] and bad["accuracy"] < good[-1]["accuracy"] - 0.1
 
 
 def test_a_cycle_that_fails_at_its_first_update_ends_the_run() -> None:
@@ -210,9 +196,10 @@ def test_a_run_that_breaks_goes_on_as_if_it_had_not(tmp_path: Path, part: int, m
 
 
 def test_scores_over_the_epoch_and_toward_dead_units() -> None:
-    plain = tiny.run(replace(tiny.CONFIG, max_cycles=1))
-    mean = tiny.run(replace(tiny.CONFIG, max_cycles=1, score="mean"))
-    units = tiny.run(replace(tiny.CONFIG, max_cycles=1, score="mean", finish_units=2.0))
+    config = replace(tiny.CONFIG, max_cycles=1, last_ratio=0.1, threshold=0.0, max_drop=1.0)
+    plain = tiny.run(config)
+    mean = tiny.run(replace(config, score="mean"))
+    units = tiny.run(replace(config, score="mean", finish_units=2.0))
     assert not same_weights(plain.model, mean.model)
     assert units.summary["deployable_weights"] < mean.summary["deployable_weights"]  # what it is for
 

@@ -26,8 +26,8 @@ class Config:
 
     mode: "squeeze-release"; or "baseline", which only prunes, with one mask that accumulates, and squeezes at the end.
     train_epochs: of the unpruned network, before the first cycle.
-    prune_epochs, epochs_an_update: the length of a cycle's pruning, and after how many of them weights go.
-    recovery_epochs: so many more of them before an update is judged; the paper judges at once.
+    prune_epochs, epochs_an_update: the length of a cycle's pruning, and how many of them follow each update, before it
+        is judged. The first ones see all weights, for there are no scores yet.
     schedule, last_ratio: "cubic" or "linear", from all of the cycle's weights to this part of them.
     threshold, max_drop: an update after which the validation accuracy is below the one, or has fallen by more than the
         other, is undone and ends the cycle's pruning; if it is the cycle's first, the run ends.
@@ -45,7 +45,6 @@ class Config:
     train_epochs: int = 0
     prune_epochs: int = 160
     epochs_an_update: int = 1
-    recovery_epochs: int = 0
     schedule: str = "cubic"
     last_ratio: float = 0.002
     threshold: float = 0.8

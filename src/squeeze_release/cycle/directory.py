@@ -106,6 +106,7 @@ class RunDirectory:
         if self.devices.is_main:
             tensors = {f"model.{name}": tensor for name, tensor in run.model.state_dict().items()}
             tensors |= {f"masks.{name}": units for name, units in run.masks.state().items()}
+            tensors |= {f"scores.{name}": score for name, score in (run.scored or {}).items()}
             plain: dict[str, Any] | None = None
             if run.optimizer is not None:
                 plain, moments = _flatten(run.optimizer)
@@ -133,6 +134,7 @@ class RunDirectory:
             run.state = _with_points(state)
             run.model.load_state_dict(_under("model.", tensors))
             run.masks.load_state(_under("masks.", tensors))
+            run.scored = _like(run.model, _under("scores.", tensors)) or None
             if about["optimizer"] is not None:
                 run.open_phase()
                 assert run.optimizer is not None
@@ -165,6 +167,11 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _with_points(state: State) -> State:
     points = tuple(Point(**point) for point in state.points)  # type: ignore[arg-type]
     return replace(state, points=points)
+
+
+def _like(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """On the devices of the parameters of the same names."""
+    return {name: tensor.to(model.get_parameter(name).device) for name, tensor in tensors.items()}
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -79,16 +79,15 @@ def train_step(run: Run) -> None:
 
 
 def prune_step(run: Run) -> None:
-    """Train for the epochs of an update, let weights go, and see whether the network stands it."""
-    config, first = run.config, run.state.epoch == 0
-    if run.state.epoch >= config.prune_epochs:
+    """Let weights go, train for the epochs of an update, and see whether the network stands it."""
+    config, done = run.config, run.state.epoch
+    if done >= config.prune_epochs:
         return run.enter("squeeze")
     before, accuracy_before = run.snapshot(), run.state.accuracy
+    if run.scored is not None:
+        keep = SCHEDULES[config.schedule](done / config.prune_epochs, last=config.last_ratio)
+        run.masks.prune(run.scored, keep)
     for _ in range(config.epochs_an_update):
-        run.train(config.prune_epochs)
-    progress = min(1.0, (run.state.epoch + config.recovery_epochs) / config.prune_epochs)
-    run.masks.prune(run.scores(), keep=SCHEDULES[config.schedule](progress, last=config.last_ratio))
-    for _ in range(config.recovery_epochs):
         run.train(config.prune_epochs)
     accuracy = run.evaluate()
     fell = accuracy_before is not None and accuracy < accuracy_before - config.max_drop
@@ -96,9 +95,9 @@ def prune_step(run: Run) -> None:
     run.log_epoch(config.prune_epochs, accuracy, undone=undone)
     if undone:
         run.restore(before)
-        run.enter("final" if first else "squeeze")
+        run.enter("squeeze" if done > config.epochs_an_update else "final")  # the cycle's first update failed
     else:
-        run.state = replace(run.state, accuracy=accuracy)
+        run.state, run.scored = replace(run.state, accuracy=accuracy), run.scores()
 
 
 def squeeze_step(run: Run) -> None:

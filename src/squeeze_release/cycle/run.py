@@ -29,6 +29,7 @@ class Run:
     """What the steps of the loop work on. `state` is plain data; all else is rebuilt or read when a run is resumed."""
 
     optimizer: Optimizer | None
+    scored: dict[str, Tensor] | None  # what the weights were worth in the last epoch: the next update goes by it
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Run:
     def adopt(self, model: nn.Module, structure: str = "") -> None:
         """Go on with another network, all of whose weights are alive."""
         config = self.config
-        self.model, self.optimizer = model, None
+        self.model, self.optimizer, self.scored = model, None, None
         self.masks = Masks(model, find_targets(model, conv=config.conv, joint=config.joint, skip=config.skip))
         self.state = replace(self.state, structure=structure)
 
@@ -162,7 +163,7 @@ class Run:
 
     def enter(self, phase: str, **changes: Any) -> None:
         self.devices.close(self.model)
-        self.optimizer = None
+        self.optimizer, self.scored = None, None
         self.state = replace(self.state, phase=phase, epoch=0, **changes)
 
     def log(self, event: str, **values: Any) -> None:
