@@ -363,5 +363,5 @@ def test_wrong_arguments() -> None:
         PlacedLinear(3, 2, place=torch.tensor([0, 3]), fill=torch.zeros(1))
     with pytest.raises(TypeError, match="runs code of its own"):
         with_place(nn.ConvTranspose2d(2, 2, 1), torch.arange(1))
-    with pytest.raises(sr.InputError, match="is not a way of compacting"):
+    with pytest.raises(sr.InputError, match="is not a known value"):
         sr.squeeze(nn.Linear(2, 2), torch.randn(1, 2), compaction="scatter")

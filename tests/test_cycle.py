@@ -241,5 +241,5 @@ def test_a_teacher_is_the_unpruned_network() -> None:
 
 @pytest.mark.parametrize("field", ["mode", "schedule", "score"])
 def test_a_config_that_makes_no_sense_is_refused(field: str) -> None:
-    with pytest.raises(sr.InputError, match=f"{field}='nonsense' is not known"):
+    with pytest.raises(sr.InputError, match=f"{field}='nonsense' is not a known value"):
         sr.CycleConfig(**{field: "nonsense"})

@@ -132,7 +132,7 @@ def test_inputs_that_are_no_tensors(inputs):
 @pytest.mark.parametrize("rules", ["B", "", "ALL", "everything", None])
 def test_unknown_rules(rules):
     what, where, consequence, remedy = refusal(sr.InputError, net(), torch.randn(2, 4), rules=rules)
-    assert what == f"rules={rules!r} is not a rule set"
+    assert what == f"rules={rules!r} is not a known value"
     assert where == "squeeze(..., rules=)"
     assert consequence == "nothing was changed"
     assert remedy == "use one of 'A', 'AB', 'paper', 'all'"

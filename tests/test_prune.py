@@ -65,7 +65,7 @@ def test_units_of_a_convolution(conv: str, shape: tuple[int, ...]) -> None:
 
 
 def test_an_unknown_unit_is_refused() -> None:
-    with pytest.raises(sr.InputError, match="conv='row' is not a unit"):
+    with pytest.raises(sr.InputError, match="conv='row' is not a known value"):
         find_targets(nn.Conv2d(1, 1, 1), conv="row")
 
 

@@ -1,7 +1,7 @@
 """Every error this package raises on purpose.
 
     SqueezeError
-    ├── InputError          the example inputs do not fit the model
+    ├── InputError          what was given does not fit: example inputs, an argument, a file, a folder
     ├── ModelError          the model is wrapped, lazy or parametrized in a way that cannot be rewritten
     ├── ExportError         torch.export cannot trace the model
     ├── WeightError         a parameter is NaN or infinite
@@ -14,6 +14,8 @@ Each message says what happened, where, what it means for the caller, and what t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class SqueezeError(Exception):
     """Base of all errors raised on purpose; prints as four short lines."""
@@ -24,7 +26,7 @@ class SqueezeError(Exception):
 
 
 class InputError(SqueezeError):
-    """The example inputs do not fit the model."""
+    """What was given does not fit: example inputs, an argument, a file, a folder."""
 
     module: str = ""  # dotted path of the innermost module that failed
     progress: int = 0  # modules that ran to their end before that
@@ -52,3 +54,15 @@ class VerificationError(SqueezeError):
 
 class StoreError(SqueezeError):
     """A file is damaged, of another format or of another model; or a model is not one that can be saved."""
+
+
+def check_choice(name: str, value: object, allowed: Iterable[object], *, of: str, consequence: str) -> None:
+    """Raise an `InputError` unless the argument `name` of `of` is one of a few values."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise InputError(
+            f"{name}={value!r} is not a known value",
+            where=f"{of}(..., {name}=)",
+            consequence=consequence,
+            remedy=f"use one of {', '.join(map(repr, allowed))}",
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .errors import InputError
+from .errors import check_choice
 from .prune import find_targets
 
 POOLS = ("layer", "column")
@@ -31,13 +31,7 @@ def release(
     >>> release(net), int(net.weight.count_nonzero())
     (3, 8)
     """
-    if pool not in POOLS:
-        raise InputError(
-            f"pool={pool!r} is not a way to pool weights",
-            where="release(..., pool=)",
-            consequence="nothing was released",
-            remedy=f"use one of {', '.join(map(repr, POOLS))}",
-        )
+    check_choice("pool", pool, POOLS, of="release", consequence="nothing was released")
     names = [name for target in find_targets(model, conv="element") for name in target.names]
     return sum(_release(model.get_parameter(name), scale, pool, generator) for name in names)
 

@@ -12,7 +12,7 @@ from . import bookkeeping
 from .analyse import RULE_SETS, Analysis, analyse
 from .compaction import plan_compaction
 from .copies import borrow, borrowed, copy_model, emptied
-from .errors import InputError, SqueezeError
+from .errors import InputError, SqueezeError, check_choice
 from .follow import Memory, fit
 from .masks import bake_masks, check_finite
 from .plain import plan_plain, that_matter
@@ -68,7 +68,8 @@ def squeeze(
     (2, 58, 16)
     """
     started = time.perf_counter()
-    _check_arguments(rules, compaction)
+    check_choice("rules", rules, RULE_SETS, of="squeeze", consequence="nothing was changed")
+    check_choice("compaction", compaction, (None, "index"), of="squeeze", consequence="nothing was changed")
     source = unwrap(model)
     keep = _check_keep(source, [keep] if isinstance(keep, str) else keep)
     frugal = inplace and not verify
@@ -136,23 +137,6 @@ def _other_step(facts: Analysis, calls: list[Call], rules: str, compaction: str 
             found = fit(analyse(model, _traces(model, calls), rules, facts.keep), calls, Memory())
         step = that_matter(step, found.plan if found.saved > 0 else Plan())
     return plan_compaction(facts) if step.empty and compaction else step
-
-
-def _check_arguments(rules: str, compaction: str | None) -> None:
-    if compaction not in (None, "index"):
-        raise InputError(
-            f"compaction={compaction!r} is not a way of compacting",
-            where="squeeze(..., compaction=)",
-            consequence="nothing was changed",
-            remedy="use None or 'index'",
-        )
-    if rules not in RULE_SETS:
-        raise InputError(
-            f"rules={rules!r} is not a rule set",
-            where="squeeze(..., rules=)",
-            consequence="nothing was changed",
-            remedy=f"use one of {', '.join(map(repr, RULE_SETS))}",
-        )
 
 
 def _check_keep(model: nn.Module, keep: Sequence[str]) -> Sequence[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import InputError
+from ..errors import check_choice
 from ..prune import cubic, linear
 
 if TYPE_CHECKING:
@@ -65,13 +65,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, allowed in {"mode": MODES, "schedule": tuple(SCHEDULES), "score": SCORES}.items():
-            if getattr(self, name) not in allowed:
-                raise InputError(
-                    f"{name}={getattr(self, name)!r} is not known",
-                    where=f"Config({name}=)",
-                    consequence="no run was started",
-                    remedy=f"use one of {', '.join(map(repr, allowed))}",
-                )
+            check_choice(name, getattr(self, name), allowed, of="CycleConfig", consequence="no run was started")
 
 
 @dataclass(frozen=True)

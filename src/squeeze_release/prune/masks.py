@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..errors import check_choice
 from .targets import Target
 
 SCOPES = ("global", "layer")
@@ -58,13 +58,7 @@ class Masks:
 
         scope: "global", one ranking in which a unit takes as many slots as it has weights; or "layer" by layer.
         """
-        if scope not in SCOPES:
-            raise InputError(
-                f"scope={scope!r} is not a way to choose",
-                where="Masks.prune(..., scope=)",
-                consequence="nothing was pruned",
-                remedy=f"use one of {', '.join(map(repr, SCOPES))}",
-            )
+        check_choice("scope", scope, SCOPES, of="Masks.prune", consequence="nothing was pruned")
         if not self.targets:
             return
         ranked = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..errors import check_choice
 from ..modules import NarrowMultiheadAttention
 
 CONVOLUTION_UNITS = ("filter", "element", "input")
@@ -63,13 +63,7 @@ def find_targets(
     >>> [target.names for target in find_targets(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)))]
     [('0.weight',), ('2.weight',)]
     """
-    if conv not in CONVOLUTION_UNITS:
-        raise InputError(
-            f"conv={conv!r} is not a unit of a convolution",
-            where="find_targets(..., conv=)",
-            consequence="nothing was pruned",
-            remedy=f"use one of {', '.join(map(repr, CONVOLUTION_UNITS))}",
-        )
+    check_choice("conv", conv, CONVOLUTION_UNITS, of="find_targets", consequence="nothing was pruned")
     skip = set(skip)
     modules = {name: module for name, module in model.named_modules() if not _inside(name, skip)}
     attention = list(_attention(modules)) if joint else []

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
-from ..cycle import Config, Epoch, Result
+from ..cycle import Config, Result
 from .data import mnist
 from .launch import Launch
-from .training import Batches, accuracy, cosine, distilled, normalised, set_learning_rate
+from .training import Batches, Training, accuracy, normalised
 
 WIDTHS = (784, 128, 256, 128, 128, 64, 10)
 BATCH = 128
@@ -66,26 +66,8 @@ def run(preset: str, launch: Launch) -> Result:
         build().to(device),
         validation[0][:256],
         recipe.config,
-        train_epoch=Training(Batches(*train, BATCH, *launch.ranks), recipe, launch),
+        train_epoch=Training(Batches(*train, BATCH, *launch.ranks), recipe.rates, launch, recipe.distillation),
         optimizer=lambda net, phase: SGD(net.parameters(), recipe.rates[phase], momentum=0.9, weight_decay=5e-4),
         evaluate=lambda net: accuracy(net, *validation),
         test=lambda net: accuracy(net, *test),
     )
-
-
-@dataclass(frozen=True)
-class Training:
-    """Cross-entropy. The rate is flat while pruning and falls as a cosine elsewhere."""
-
-    batches: Batches
-    recipe: Preset
-    launch: Launch
-
-    def __call__(self, model: nn.Module, optimizer: Optimizer, epoch: Epoch) -> None:
-        rate, share = self.recipe.rates[epoch.phase], self.recipe.distillation
-        set_learning_rate(optimizer, rate if epoch.phase == "prune" else cosine(rate, epoch))
-        teacher = epoch.unpruned() if share and epoch.phase != "train" else None
-        for x, y in self.batches:
-            optimizer.zero_grad()
-            self.launch.backward(distilled(model(x), y, teacher, x, share))
-            optimizer.step()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..cycle import Result
 from ..errors import InputError
-from .images import Preset, Training, load_checkpoint, make_optimizer
+from .images import Preset, load_checkpoint, make_optimizer, training_of
 from .launch import Launch
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -38,7 +38,7 @@ def run_folder(preset: Preset, launch: Launch) -> Result:
         model,
         next(iter(validation))[0][:4],
         preset.config,
-        train_epoch=Training(batches, preset, launch),
+        train_epoch=training_of(preset, batches, launch),
         optimizer=make_optimizer(preset),
         evaluate=validation.accuracy,
         test=testing.accuracy,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +12,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
-from ..cycle import Config, Epoch, Result
+from ..cycle import Config, Result
 from ..cycle.config import MakeOptimizer
 from ..errors import InputError
 from .data import Images, Split, cifar10
 from .launch import Launch
-from .training import Batches, accuracy, cosine, distilled, normalised, set_learning_rate
+from .training import Batches, Training, accuracy, normalised
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 
@@ -55,11 +54,15 @@ def run_preset(preset: Preset, launch: Launch, split: Split | None = None) -> Re
         model,
         validation[0][:4],
         preset.config,
-        train_epoch=Training(Batches(*train, preset.batch, *launch.ranks, preset.pad), preset, launch),
+        train_epoch=training_of(preset, Batches(*train, preset.batch, *launch.ranks, preset.pad), launch),
         optimizer=make_optimizer(preset),
         evaluate=lambda net: accuracy(net, *validation, size=preset.batch),
         test=lambda net: accuracy(net, *test, size=preset.batch),
     )
+
+
+def training_of(preset: Preset, batches: Any, launch: Launch) -> Training:
+    return Training(batches, preset.rates, launch, preset.distillation, preset.share, bfloat16=True)
 
 
 def make_optimizer(preset: Preset) -> MakeOptimizer:
@@ -84,30 +87,3 @@ def load_checkpoint(model: nn.Module, path: Path) -> None:
             consequence="no run was started",
             remedy="give a safetensors file with the state_dict of this recipe's network",
         ) from error
-
-
-@dataclass(frozen=True)
-class Training:
-    """Cross-entropy, of the labels and of a teacher."""
-
-    batches: Any  # of images and labels, with a length
-    preset: Preset
-    launch: Launch
-
-    def __call__(self, model: nn.Module, optimizer: Optimizer, epoch: Epoch) -> None:
-        rate, distillation = self.preset.rates[epoch.phase], self.preset.distillation
-        set_learning_rate(optimizer, rate if epoch.phase == "prune" else cosine(rate, epoch))
-        teacher = epoch.unpruned() if distillation and epoch.phase != "train" else None
-        steps = max(1, round(self.preset.share * len(self.batches)))
-        for _, (x, y) in zip(range(steps), self.batches, strict=False):
-            optimizer.zero_grad()
-            with self._precision():
-                loss = distilled(model(x), y, teacher, x, distillation)
-            self.launch.backward(loss)
-            optimizer.step()
-
-    def _precision(self) -> contextlib.AbstractContextManager[object]:
-        """bfloat16 where it is fast."""
-        if self.launch.device.type == "cuda":
-            return torch.autocast("cuda", torch.bfloat16)
-        return contextlib.nullcontext()

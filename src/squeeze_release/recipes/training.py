@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..cycle import Epoch
 from .data import Images
+from .launch import Launch
 
 
 @dataclass(frozen=True)
@@ -88,3 +90,28 @@ def distilled(
         soft = F.log_softmax(teacher(x) / temperature, -1)
     told = F.kl_div(F.log_softmax(logits / temperature, -1), soft, log_target=True, reduction="batchmean")
     return (1 - share) * loss + share * temperature**2 * told
+
+
+@dataclass(frozen=True)
+class Training:
+    """An epoch: cross-entropy, of the labels and of a teacher. The rate is flat while pruning, else a cosine."""
+
+    batches: Any  # of images and labels, with a length
+    rates: dict[str, float]  # by phase
+    launch: Launch
+    distillation: float = 0.0  # share of the loss that comes from the unpruned network
+    share: float = 1.0  # of the batches that an epoch sees
+    bfloat16: bool = False  # on a GPU, where it is fast
+
+    def __call__(self, model: nn.Module, optimizer: Optimizer, epoch: Epoch) -> None:
+        rate = self.rates[epoch.phase]
+        set_learning_rate(optimizer, rate if epoch.phase == "prune" else cosine(rate, epoch))
+        teacher = epoch.unpruned() if self.distillation and epoch.phase != "train" else None
+        steps = max(1, round(self.share * len(self.batches)))
+        lower = self.bfloat16 and self.launch.device.type == "cuda"
+        for _, (x, y) in zip(range(steps), self.batches, strict=False):
+            optimizer.zero_grad()
+            with torch.autocast(self.launch.device.type, torch.bfloat16, enabled=lower):
+                loss = distilled(model(x), y, teacher, x, self.distillation)
+            self.launch.backward(loss)
+            optimizer.step()
