@@ -18,7 +18,7 @@ install: $(STAMP) ## make .venv with all that demo, tests and lint need
 # The second step goes without dependencies: torchvision's wheel would replace the pinned torch by another one.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test,docs,dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision timm
 	@touch $@
 

@@ -1,11 +1,11 @@
-"""The command line: `squeeze-release`."""
+"""`squeeze-release run`: a recipe, from training to the small network."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import sys
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,25 +13,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from . import recipes
-from .cycle import Bars, TensorBoard
-from .cycle.config import MODES, Config
-from .errors import InputError, SqueezeError
-from .recipes.launch import Launch
-
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+from .. import recipes
+from ..cycle import Bars, TensorBoard
+from ..cycle.config import MODES, Config
+from ..errors import InputError
+from ..recipes.launch import Launch
 
 Recipe = Enum("Recipe", {name: name for name in recipes.RECIPES})  # type: ignore[misc]
 Mode = Enum("Mode", {mode: mode for mode in MODES})  # type: ignore[misc]
 _CYCLE = Mode("squeeze-release")
 
 
-@app.callback()
-def _squeeze_release() -> None:
-    """Make pruned networks really smaller, without changing what they compute."""
-
-
-@app.command()
 def run(
     recipe: Annotated[Recipe, typer.Argument(help="which one")],
     preset: Annotated[str, typer.Option(help="paper, quick or best")] = "quick",
@@ -99,8 +91,6 @@ def _changes(texts: list[str]) -> tuple[tuple[str, Any], ...]:
 
 def _accelerator() -> Any:
     """Accelerate's, where there is more than one process or a GPU; a lone CPU needs none."""
-    import os
-
     import torch
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not torch.cuda.is_available():
@@ -115,12 +105,3 @@ def _accelerator() -> Any:
             remedy="pip install 'squeeze-release[recipes]'",
         ) from missing
     return Accelerator()
-
-
-def main() -> None:
-    """Errors on purpose print as they are and end with 1; wrong arguments end with 2."""
-    try:
-        app()
-    except SqueezeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
