@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .copies import borrowed
+from .copies import borrowed, hollow_on_cpu
 from .verify import Call
 
 _MOST_PATHS = 3
@@ -37,7 +37,7 @@ def takes_other_sizes(model: nn.Module, calls: list[Call]) -> bool:
     shapes = [_only_shape(call) for call in calls]
     if len(set(shapes)) != 1 or shapes[0] is None:
         return True
-    with _quietly(model) as copy:
+    with _quietly(model, calls) as (copy, calls):
         return any(_runs(copy, _resized(call, other)) for other in _other_shapes(shapes[0]) for call in calls)
 
 
@@ -49,10 +49,10 @@ def other_paths(model: nn.Module, calls: list[Call]) -> list[Call]:
     shape = _only_shape(calls[0])
     if shape is None or len(shape) < 4:
         return []
-    with _quietly(model) as copy:
-        known = set().union(*(_padding(copy, call) for call in calls))
-        alone = _resized(calls[0], (1, *shape[1:]))  # one sample shows as much
-        example = alone if _runs(copy, alone) else calls[0]
+    with _quietly(model, calls) as (copy, tried):
+        known = set().union(*(_padding(copy, call) for call in tried))
+        alone = _resized(tried[0], (1, *shape[1:]))  # one sample shows as much
+        example = alone if _runs(copy, alone) else tried[0]
         found = {other: _padding(copy, _resized(example, (None, *other[1:]))) for other in _near(shape)}
     result: list[Call] = []
     while found and len(result) < _MOST_PATHS:
@@ -66,11 +66,20 @@ def other_paths(model: nn.Module, calls: list[Call]) -> list[Call]:
 
 
 @contextmanager
-def _quietly(model: nn.Module) -> Iterator[nn.Module]:
-    """A copy in eval mode, to try things with."""
+def _quietly(model: nn.Module, calls: list[Call]) -> Iterator[tuple[nn.Module, list[Call]]]:
+    """A copy in eval mode to try things with, and the calls for it.
+
+    On the CPU, if the model runs there: a size that a model does not take may lead to an index out of bounds, which is
+    an exception there, and the end of the process on a GPU.
+    """
     with borrowed(model) as copy, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield copy.eval()
+        if any(tensor.device.type != "cpu" for tensor in [*model.parameters(), *model.buffers()]):
+            twin, there = hollow_on_cpu(copy).eval(), pytree.tree_map_only(Tensor, Tensor.cpu, calls)
+            if all(_runs(twin, call) for call in there):
+                yield twin, there
+                return
+        yield copy.eval(), calls
 
 
 def _near(shape: tuple[int, ...]) -> list[tuple[int, ...]]:

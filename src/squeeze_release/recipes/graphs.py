@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 WARM_UP = 3  # calls: what is made at the first ones (an optimizer's state, a library's workspace) must not be recorded
+
+
+@cache
+def _stream() -> torch.cuda.Stream:
+    """One for all: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream()
 
 
 class Replayed:
@@ -47,7 +54,7 @@ class Replayed:
 
     def _aside(self, work: Callable[[], None]) -> None:
         """On a stream of its own, as recording must be, and as all that is recorded must have been before."""
-        aside = torch.cuda.Stream()
+        aside = _stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             work()

@@ -1,0 +1,98 @@
+"""What only a GPU can show; all of it is skipped elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import squeeze_release as sr
+from squeeze_release.cycle import Epoch
+from squeeze_release.prune import AveragedScores, Masks, find_targets, gradient_times_weight
+from squeeze_release.recipes.graphs import Replayed
+from squeeze_release.recipes.launch import Launch
+from squeeze_release.recipes.training import Batches, Training
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class OneGpu(Launch):
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+
+class ManySteps(Launch):
+    """The same, without graphs."""
+
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+    one_gpu = False  # type: ignore[assignment]
+
+
+def optimizers() -> dict[str, Any]:
+    return {
+        "SGD": lambda net: SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=5e-4),
+        "AdamW": lambda net: AdamW(net.parameters(), 1e-3, fused=True, capturable=True),
+    }
+
+
+@pytest.mark.parametrize("name", optimizers())
+@pytest.mark.parametrize("distillation", [0.0, 0.5])
+def test_a_step_that_is_replayed_trains_as_one_that_is_not(name: str, distillation: float) -> None:
+    x, y = torch.randn(640, 12, device="cuda"), torch.randint(4, (640,), device="cuda")
+    net = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).double().cuda()
+    teacher, outcomes = copy.deepcopy(net).eval(), []
+    for launch in (OneGpu(), ManySteps()):
+        model = copy.deepcopy(net)
+        optimizer, masks, seen = _prepared(model, optimizers()[name](model))
+        training = Training(Batches(x.double(), y, 32), {"prune": 0.01, "final": 0.01}, launch, distillation)
+        for index, phase in enumerate(["prune", "final", "final"]):
+            torch.manual_seed(index)
+            training(model, optimizer, Epoch(phase, 1, index, 3, lambda: teacher))
+            masks.prune(gradient_times_weight(model), keep=0.6 - 0.1 * index)
+        outcomes.append({**model.state_dict(), **seen(model), "alive": torch.tensor(masks.alive)})
+    one, other = outcomes
+    assert one.keys() == other.keys()
+    for key in one:
+        torch.testing.assert_close(one[key], other[key], rtol=1e-9, atol=1e-12)
+
+
+def _prepared(model: nn.Module, optimizer: Optimizer) -> tuple[Optimizer, Masks, AveragedScores]:
+    masks, names = Masks(model, find_targets(model)), [n for t in find_targets(model) for n in t.names]
+    seen = AveragedScores(model, names)
+    optimizer.register_step_post_hook(masks.keep)
+    optimizer.register_step_pre_hook(seen.see)
+    return optimizer, masks, seen
+
+
+def test_images_move_anew_in_every_step_that_is_replayed() -> None:
+    x: Tensor = torch.arange(64.0, device="cuda").view(1, 1, 8, 8).repeat(16, 1, 1, 1)
+    batches, seen = Batches(x, torch.zeros(16, dtype=torch.long, device="cuda"), 4, pad=2), []
+    place = torch.zeros(4, 1, 8, 8, device="cuda")
+    step = Replayed(lambda numbers: _into(place, batches.take(numbers)[0]))
+    for _ in range(3):
+        for batch in batches:
+            step(*batch)
+            seen.append(place.clone())
+    assert len({tuple(image.flatten().tolist()) for image in seen}) == len(seen) == 12
+
+
+def _into(place: Tensor, x: Tensor) -> None:
+    place.copy_(x)
+
+
+def test_sizes_are_tried_where_an_index_out_of_bounds_does_no_harm() -> None:
+    """On a GPU it would end the process: nothing after it runs."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 4)).cuda()
+    with torch.no_grad():
+        net[1].weight[:, 20:40] = 0
+        net[1].weight[4:] = 0
+    x = torch.randn(4, 1, 8, 8, device="cuda")
+    small, _ = sr.squeeze(net, x)
+    assert small[1].in_features == 44  # gathers its inputs by index
+    again, report = sr.squeeze(small, x)
+    torch.cuda.synchronize()
+    assert report.params_after == report.params_before
+    torch.testing.assert_close(again(x), net(x))
