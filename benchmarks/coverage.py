@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
 
 TOLERANCE = 1e-10
+SAMPLES = 12  # from which batch norms learn their statistics
 PAGE = ROOT / "docs" / "coverage.md"
 ZOO = str(Path(__file__).with_name("zoo.py"))
 
@@ -99,7 +100,8 @@ def examine(entry: Any, seed: int, say: Any = lambda *_: None) -> Row:
     torch.manual_seed(seed)
     model = entry.build().eval().double()
     row.params_before = sum(p.numel() for p in model.parameters())
-    plants = plant(model, entry.inputs(3, torch.Generator().manual_seed(seed + 1)), seed)
+    few, many = (entry.inputs(n, torch.Generator().manual_seed(seed + 1)) for n in (3, SAMPLES))
+    plants = plant(model, few, seed, many)
     row.planted, row.kinds = plants.count, " ".join(plants.kinds)
     for parameter in model.parameters():
         parameter.requires_grad_(True)

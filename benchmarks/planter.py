@@ -58,11 +58,11 @@ class Plants:
         return sum(int(mask.sum()) for mask in self.masks.values())
 
 
-def plant(model: nn.Module, call: Call, seed: int) -> Plants:
-    """Kill units of a float64 model in place."""
+def plant(model: nn.Module, call: Call, seed: int, many: Call | None = None) -> Plants:
+    """Kill units of a float64 model in place. `many` samples, if there are, tell batch norms what to expect."""
     generator = torch.Generator().manual_seed(seed)
     add_noise(model, generator)
-    calibrate(model, call, generator)
+    calibrate(model, many or call, generator)
     base = observe(model, call)
     masked = any("mask" in name for name in call[1])
     garden = Garden(model, base, generator, zero_read_norms=seed % 2 == 1, masked=masked)
