@@ -6,16 +6,19 @@ import copy
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import squeeze_release as sr
+from squeeze_release.copies import hollow_on_cpu
 from squeeze_release.cycle import Epoch
 from squeeze_release.prune import AveragedScores, Masks, find_targets, gradient_times_weight
 from squeeze_release.recipes.graphs import Replayed
 from squeeze_release.recipes.launch import Launch
 from squeeze_release.recipes.training import Batches, Training
+from squeeze_release.rehearse import Rehearsal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -83,16 +86,45 @@ def _into(place: Tensor, x: Tensor) -> None:
     place.copy_(x)
 
 
-def test_sizes_are_tried_where_an_index_out_of_bounds_does_no_harm() -> None:
+def test_what_may_fail_is_tried_where_an_index_out_of_bounds_does_no_harm() -> None:
     """On a GPU it would end the process: nothing after it runs."""
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 4)).cuda()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(400, 8), nn.ReLU(), nn.Linear(8, 4)).cuda()
     with torch.no_grad():
         net[1].weight[:, 20:40] = 0
         net[1].weight[4:] = 0
-    x = torch.randn(4, 1, 8, 8, device="cuda")
+    x = torch.randn(4, 1, 20, 20, device="cuda")
     small, _ = sr.squeeze(net, x)
-    assert small[1].in_features == 44  # gathers its inputs by index
-    again, report = sr.squeeze(small, x)
+    assert small[1].in_features == 380  # gathers its inputs by index: images of another size hold too few
+    with torch.no_grad():
+        small[1].weight[1:] = 0
+    smaller, _ = sr.squeeze(small, x)
     torch.cuda.synchronize()
-    assert report.params_after == report.params_before
-    torch.testing.assert_close(again(x), net(x))
+    assert smaller[1].out_features == 1
+    torch.testing.assert_close(smaller(x), small(x))
+
+
+def test_a_twin_on_the_cpu_holds_no_weights_and_tells_what_fails() -> None:
+    net = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 4)).cuda()
+    good, bad = (((torch.tensor([[n]], device="cuda"),), {}) for n in (4, 5))
+    rehearsal = Rehearsal(net, [good])
+    assert rehearsal.ready and rehearsal.allows(good) and not rehearsal.allows(bad)
+    twin = hollow_on_cpu(net)
+    assert twin[1].weight.device.type == "cpu" and twin[1].weight.untyped_storage().nbytes() == 4
+
+
+def test_code_that_names_its_device_is_not_rehearsed() -> None:
+    class Names(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + torch.ones(4, device="cuda"))
+
+    call: Any = ((torch.ones(2, 4, device="cuda"),), {})
+    rehearsal = Rehearsal(Names(4, 4).cuda(), [call])
+    assert not rehearsal.ready and rehearsal.allows(call)
+
+
+def test_a_cycle_on_the_gpu() -> None:
+    training = tiny.Training()
+    training.x, training.y = training.x.cuda(), training.y.cuda()
+    training.validation, training.testing = ((x.cuda(), y.cuda()) for x, y in (training.validation, training.testing))
+    result = tiny.run(model=tiny.network().cuda(), training=training)
+    assert result.summary["cycles"] == 3 and result.summary["max_error"] < 1e-10
