@@ -71,6 +71,10 @@ class Archive:
             raise Misfit(f"the numbers of {name} are not those that were saved", name)
         return tensor
 
+    def shape(self, name: str) -> list[int]:
+        """From the header: the tensor is not read."""
+        return [*self._file.get_slice(name).get_shape()]
+
     def own(self, name: str, tensor: Tensor, device: torch.device | None) -> Tensor:
         """That tensor in memory of its own, laid out as it was: the file may go or change."""
         layout = _CHANNELS_LAST.get(tensor.dim()) if name in self._channels_last else None
