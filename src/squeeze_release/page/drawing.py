@@ -14,7 +14,7 @@ from .tables import Number, table
 
 _HEIGHT, _WIDTH = 160.0, 1000.0
 _MOST_LABELLED, _MOST_TITLED = 9, 300
-_GONE = tuple(kind.__name__ for kind in STAND_INS if kind.__name__ != "NarrowMultiheadAttention")
+_GONE = tuple(kind.__name__ for kind in STAND_INS)
 _ARROW = re.compile(r"^(\d+) -> (\d+)")
 
 

@@ -72,7 +72,7 @@ def _network(contents: Contents) -> Markup | None:
         return None
     others = contents.sizes[0] - sum(layer.params_before for layer in layers) if contents.report is not None else 0
     note = "A bar is as long as the layer has parameters: outlined before, filled now."
-    if any(len(layer.name) for layer in layers) and contents.report is None:
+    if contents.report is None:
         note += " Layers are in the order of their names."
     return _section("Where the fat was", silhouette(layers), tag("p", note, class_="note"), bars(layers, others))
 
@@ -142,14 +142,13 @@ def _kept(contents: Contents) -> Markup | None:
         return None
     if not report.kept:
         return _section("What stayed, and why", note="Nothing that looked dead had to stay.")
+    most_first = sorted(report.kept, key=lambda kept: -kept.count)
     rows = (
         (breakable(kept.name), Number(kept.count, formats.count(kept.count)), kept.what, kept.reason)
-        for kept in report.kept
+        for kept in most_first
     )
-    words = table(
-        "Channels that looked dead but stayed", ("layer", "channels", "which", "because"), rows, class_="prose"
-    )
-    return _section("What stayed, and why", words)
+    names = ("layer", "channels", "which", "because")
+    return _section("What stayed, and why", table("Channels that looked dead but stayed", names, rows, class_="prose"))
 
 
 def _checks(contents: Contents) -> Markup | None:
@@ -165,9 +164,4 @@ def _checks(contents: Contents) -> Markup | None:
 def _environment(contents: Contents) -> Markup:
     facts = [tag("div", tag("dt", name), tag("dd", value)) for name, value in environment().items()]
     command = tag("pre", tag("code", without_paths(contents.command))) if contents.command else None
-    return tag(
-        "footer",
-        tag("h2", "Made with"),
-        command,
-        tag("dl", *facts),
-    )
+    return tag("footer", tag("h2", "Made with"), command, tag("dl", *facts))

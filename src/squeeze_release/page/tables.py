@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from .markup import Markup, tag
+
+_LAST = -1e300  # where what is no number is sorted
 
 
 class Number(NamedTuple):
@@ -43,5 +46,11 @@ def _row(cells: tuple[Cell, ...]) -> Markup:
 
 def _cell(name: str, cell: Cell, **attributes: str) -> Markup:
     if isinstance(cell, Number):
-        return tag(name, cell.text, class_="n", data_value=f"{cell.value:.17g}", **attributes)
+        return tag(
+            name,
+            cell.text,
+            class_="n",
+            data_value=f"{cell.value if math.isfinite(cell.value) else _LAST:.17g}",
+            **attributes,
+        )
     return tag(name, cell, **attributes)

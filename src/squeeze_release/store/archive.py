@@ -73,6 +73,8 @@ class Archive:
 
     def shape(self, name: str) -> list[int]:
         """From the header: the tensor is not read."""
+        if name not in self.names:
+            raise Misfit("the file has no such tensor", name)
         return [*self._file.get_slice(name).get_shape()]
 
     def own(self, name: str, tensor: Tensor, device: torch.device | None) -> Tensor:
