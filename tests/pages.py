@@ -90,13 +90,14 @@ def report(layers: list[Layer], kept: list[Kept] | None = None, verified: bool =
     return Report(*counts, tuple(layers), tuple(kept or ()), proof if verified else None, 1.0, 0, {}, {})
 
 
-def bench(*names: str, batches: tuple[int, ...] = (1, 64)) -> Any:
+def bench(*names: str, batches: tuple[int, ...] = (64, 1)) -> Any:
     rows = [
-        {"name": name, "batch": batch, "seconds_median": 0.008 / (place + 1) ** 2, "seconds_low": 0.001 / (place + 1),
-         "seconds_high": 0.02, "throughput": batch / 0.008, "parameter_bytes": 4_000_000 // (place + 1)}
+        {"name": name, "batch": batch, "seconds_median": 0.001 * batch / (place + 1) ** (2 if batch > 1 else 1),
+         "seconds_low": 0.0001 * batch, "seconds_high": 0.02 * batch, "throughput": 1000 / (place + 1),
+         "parameter_bytes": 4_000_000 // (place + 1)}
         for batch in batches for place, name in enumerate(names)
     ]  # fmt: skip
-    found = {"device": "cpu", "dtype": "float32", "threads": 1, "batch": [*batches], "rows": rows}
+    found = {"device": "cpu", "dtype": "float32", "threads": 1, "batch": batches[0], "rows": rows}
     return SimpleNamespace(to_dict=lambda: found)
 
 

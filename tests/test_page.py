@@ -138,6 +138,9 @@ def test_a_measurement_alone(write: Write) -> None:
     assert headings(page) == ["Speed", "Made with"] and cards(page) == {"faster": f"9.00{X}"}
     assert [row[3] for row in cells(page.one("table"))] == [f"1.00{X}", f"4.00{X}", f"9.00{X}"]
     assert write(bench=bench("masked")).all("strong") == []  # nothing to compare with
+    slower = bench("small", "masked")
+    slower.to_dict()["rows"].sort(key=lambda row: row["seconds_median"])
+    assert cards(write(bench=slower)) == {"as fast": f"0.25{X}"}
 
 
 def test_what_is_not_there_is_not_on_the_page(write: Write, changed: Path) -> None:
@@ -261,7 +264,8 @@ def test_a_thousand_layers(write: Write, tmp_path: Path) -> None:
     [
         ([f"{i}" for i in range(1000)], "0 … 24", 40),
         ([f"blocks.{i}.{p}" for i in range(12) for p in ("qkv", "proj", "fc1", "fc2")], "blocks.0", 12),
-        ([f"a.{i}.b.{j}.c" for i in range(50) for j in range(3)], "a", 1),
+        ([f"a.{i}.b.{j}.c" for i in range(50) for j in range(3)], "a.0 … 1", 25),
+        ([f"{s}.{i}.{j}" for s in "abcdefghij" for i in range(9) for j in range(3)], "a", 10),
         (["0", "2", "4.x"], "0", 3),
         ([], "", 0),
     ],

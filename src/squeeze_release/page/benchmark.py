@@ -24,6 +24,7 @@ class Measured:
     """The first row of every batch is what the others are compared with: the network as it was."""
 
     where: str
+    batch: int  # the one that the headline is about
     rows: tuple[Timing, ...]
 
     def baseline(self, row: Timing) -> Timing:
@@ -32,7 +33,7 @@ class Measured:
     @property
     def headline(self) -> tuple[Timing, Timing] | None:
         """The network as it was, and the last one measured against it."""
-        pairs = [(self.baseline(row), row) for row in self.rows if self.baseline(row) is not row]
+        pairs = [(self.baseline(row), row) for row in self.rows if row.batch == self.batch][1:]
         return pairs[-1] if pairs else None
 
 
@@ -40,8 +41,9 @@ def read_bench(bench: Any) -> Measured:
     try:
         found = bench.to_dict()
         rows = tuple(Timing(**{name: row[name] for name in Timing.__dataclass_fields__}) for row in found["rows"])
-        threads = found["threads"]
-        return Measured(f"{found['device']}, {found['dtype']}, {threads} thread{'s' * (threads != 1)}", rows)
+        device, threads = str(found["device"]), found["threads"]
+        on = f", {threads} thread{'s' * (threads != 1)}" if device == "cpu" else ""
+        return Measured(f"{device}, {found['dtype']}{on}", found["batch"], rows)
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(
             f"bench has no measurement: {type(error).__name__}: {error}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from .markup import Markup, breakable, joined, tag
 from .tables import Number, table
 
 _HEIGHT, _WIDTH = 160.0, 1000.0
-_MOST_LABELLED, _MOST_TITLED = 9, 300
+_MOST_LABELLED, _MOST_SLABS = 9, 120
 _GONE = tuple(kind.__name__ for kind in STAND_INS)
 _ARROW = re.compile(r"^(\d+) -> (\d+)")
 
@@ -29,22 +30,25 @@ class Slab:
 
 def silhouette(layers: tuple[Layer, ...]) -> Markup:
     """Widths along the network, before and after; nothing where no layer has inputs and outputs."""
-    slabs = _slabs(layers)
-    if not slabs:
+    every = _slabs(layers)
+    if not every:
         return joined()
+    slabs = _pooled(every)
     tallest = max(slab.before for slab in slabs)
     step = _WIDTH / len(slabs)
-    gap = 0.12 * step if len(slabs) <= 80 else 0.0
+    gap = 0.12 * step
     both = [
         tag(
             "g",
-            tag("title", f"{s.name}: {s.before:,} → {s.after:,}") if len(slabs) <= _MOST_TITLED else None,
+            tag("title", f"{s.name}: {s.before:,} → {s.after:,}"),
             _rectangle(place * step, step - gap, s.before / tallest, "slab before"),
             _rectangle(place * step, step - gap, s.after / tallest, "slab after"),
         )
         for place, s in enumerate(slabs)
     ]
-    words = f"Widths of {len(slabs)} layers from input to output, before and after; the widest had {tallest:,} channels"
+    widest = f"the widest had {max(slab.before for slab in every):,} channels"
+    words = f"Widths of {len(every)} layers from input to output, before and after; {widest}"
+    words += f"; each slab is the mean of {math.ceil(len(every) / _MOST_SLABS)}" if len(slabs) < len(every) else ""
     size = f"0 0 {_WIDTH:g} {_HEIGHT:g}"
     fit = {"viewBox": size, "preserveAspectRatio": "none", "role": "img", "class": "silhouette"}
     picture = tag("svg", tag("title", words), *both, **fit)
@@ -64,6 +68,20 @@ def _slabs(layers: tuple[Layer, ...]) -> list[Slab]:
         elif layer.after.startswith(_GONE) and (number := re.search(r"\d+", layer.after + layer.before)):
             found.append(Slab(layer.name, int(number[0]), 0))
     return found
+
+
+def _pooled(slabs: list[Slab]) -> list[Slab]:
+    """Means of so many next to each other that all can be told apart."""
+    many = math.ceil(len(slabs) / _MOST_SLABS)
+    parts = [slabs[start : start + many] for start in range(0, len(slabs), many)] if many > 1 else []
+    return [
+        Slab(
+            f"{part[0].name} … {part[-1].name}, mean",
+            round(sum(slab.before for slab in part) / len(part)),
+            round(sum(slab.after for slab in part) / len(part)),
+        )
+        for part in parts
+    ] or slabs
 
 
 def _rectangle(x: float, width: float, share: float, class_: str) -> Markup:

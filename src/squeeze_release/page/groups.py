@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..report import Layer
 
 MOST = 40
+_FEWEST = 8  # fewer say little: then finer ones are bundled
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Group:
 def grouped(layers: tuple[Layer, ...]) -> list[Group]:
     """As fine as at most `MOST` groups allow."""
     depth = max((layer.name.count(".") + 1 for layer in layers), default=1)
-    groups = _at_depth(layers, depth)
+    groups = finer = _at_depth(layers, depth)
     while len(groups) > MOST and depth > 1:
         depth -= 1
-        groups = _at_depth(layers, depth)
-    return groups if len(groups) <= MOST else _bundled(groups)
+        groups, finer = _at_depth(layers, depth), groups
+    return _bundled(finer) if len(groups) > MOST or len(groups) < _FEWEST else groups
 
 
 def _at_depth(layers: tuple[Layer, ...], depth: int) -> list[Group]:
@@ -46,12 +47,17 @@ def _at_depth(layers: tuple[Layer, ...], depth: int) -> list[Group]:
 
 def _bundled(groups: list[Group]) -> list[Group]:
     """So many next to each other, where names alone leave too many."""
-    many = math.ceil(len(groups) / MOST)
+    many = max(math.ceil(len(groups) / MOST), 1)
     bundles = [groups[start : start + many] for start in range(0, len(groups), many)]
-    return [
-        Group(
-            bundle[0].name if len(bundle) == 1 else f"{bundle[0].name} … {bundle[-1].name}",
-            tuple(layer for group in bundle for layer in group.layers),
-        )
-        for bundle in bundles
-    ]
+    return [Group(_span([group.name for group in bundle]), _all_layers(bundle)) for bundle in bundles]
+
+
+def _all_layers(groups: list[Group]) -> tuple[Layer, ...]:
+    return tuple(layer for group in groups for layer in group.layers)
+
+
+def _span(names: list[str]) -> str:
+    """From the first to the last: layers.0 … 3"""
+    first, last = names[0], names[-1]
+    before, _, rest = last.rpartition(".")
+    return first if first == last else f"{first} … {rest if first.rpartition('.')[0] == before else last}"

@@ -63,7 +63,7 @@ def _faster(contents: Contents) -> Card:
     before, after = (row.seconds_median for row in pair)
     seconds = f"{formats.duration(before)} → {formats.duration(after)}"
     said = f"{seconds} for a batch of {formats.count(pair[1].batch)}, {contents.bench.where}"
-    return formats.ratio(before, after), "faster", said
+    return formats.ratio(before, after), "faster" if after <= before else "as fast", said
 
 
 def _accurate(contents: Contents) -> Card:

@@ -132,7 +132,7 @@ def _speed(contents: Contents) -> Markup | None:
         )
         for row in bench.rows
     )
-    names = ("network", "batch", "median", "faster", "spread", "samples a second", "parameters")
+    names = ("network", "batch", "median", "speed", "spread", "samples a second", "parameters")
     return _section("Speed", table(f"Seconds a batch on {bench.where}", names, rows))
 
 
