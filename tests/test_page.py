@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import doctest
 import getpass
 import hashlib
 import json
@@ -23,7 +22,7 @@ from torch import nn
 
 import squeeze_release as sr
 from squeeze_release.errors import InputError
-from squeeze_release.page import charts, environment, formats, groups, markup, write_page
+from squeeze_release.page import formats, groups, write_page
 from squeeze_release.page.run_files import read_run
 from squeeze_release.page.stored_layers import stored_layers
 from squeeze_release.report import Kept, Layer
@@ -234,19 +233,6 @@ def test_it_does_not_say_who_or_where(write: Write, run: Path) -> None:
     assert {"squeeze-release", "Python", "torch", "platform", "threads"} == {each.text for each in page.all("dt")}
 
 
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        ("x ~/a/b.pt", "x …/b.pt"),
-        (r"x C:\Users\ada\b.pt", "x …/b.pt"),
-        ("x runs/fc ../b timm:convnext_tiny?a=1 1x3x4", "x runs/fc ../b timm:convnext_tiny?a=1 1x3x4"),
-        ("/usr/bin/python -m x /", "…/python -m x …/"),
-    ],
-)
-def test_absolute_paths_are_shortened(command: str, shown: str) -> None:
-    assert environment.without_paths(command) == shown
-
-
 # ---------------------------------------------------------------------------------------------------------- many layers
 
 
@@ -257,23 +243,6 @@ def test_a_thousand_layers(write: Write, tmp_path: Path) -> None:
     shown = [cell for table in page.all("table", "inner") for cell in cells(table)]
     assert len(shown) == 1000
     assert (tmp_path / "page.html").stat().st_size < 400_000
-
-
-@pytest.mark.parametrize(
-    ("names", "first", "many"),
-    [
-        ([f"{i}" for i in range(1000)], "0 … 24", 40),
-        ([f"blocks.{i}.{p}" for i in range(12) for p in ("qkv", "proj", "fc1", "fc2")], "blocks.0", 12),
-        ([f"a.{i}.b.{j}.c" for i in range(50) for j in range(3)], "a.0 … 1", 25),
-        ([f"{s}.{i}.{j}" for s in "abcdefghij" for i in range(9) for j in range(3)], "a", 10),
-        (["0", "2", "4.x"], "0", 3),
-        ([], "", 0),
-    ],
-)
-def test_groups_of_layers(names: list[str], first: str, many: int) -> None:
-    found = groups.grouped(tuple(Layer(name, "", "", 2, 1) for name in names))
-    assert len(found) == many and [layer.name for group in found for layer in group.layers] == names
-    assert not found or (found[0].name == first and found[0].before == 2 * len(found[0].layers))
 
 
 # ------------------------------------------------------------------------------------------- the layers of stored files
@@ -304,6 +273,18 @@ def test_stored_layers_of_stand_ins(name: str, tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------- files that are damaged
 
 
+def test_a_page_can_be_written_at_any_moment_of_a_run(write: Write, changed: Path) -> None:
+    for name in ("summary.json", "final.safetensors"):
+        (changed / name).unlink()
+    lines = (changed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for many in range(len(lines) + 1):
+        (changed / "metrics.jsonl").write_text("".join(lines[:many]))
+        page = write(run_dir=changed)
+        epochs = sum('"event": "epoch"' in line for line in lines[:many])
+        assert f"{epochs} epoch" in page.one("header").text
+        assert ("Over the epochs" in headings(page)) == (epochs > 0)
+
+
 def test_a_run_that_is_just_writing_a_line_can_be_read(changed: Path) -> None:
     whole = read_run(changed)
     with (changed / "metrics.jsonl").open("a") as file:
@@ -319,7 +300,9 @@ def test_a_run_that_is_just_writing_a_line_can_be_read(changed: Path) -> None:
         ("metrics.jsonl", '"accuracy": ', '"accuracy": "x", "was": ', "accuracy is 'x', not a float"),
         ("metrics.jsonl", '"seconds"', '"hours"', "without seconds"),
         ("metrics.jsonl", '"phase": "train"', '"phase": []', r"phase is \[\], not a str"),
+        ("metrics.jsonl", '"alive": ', '"alive": 1e999, "was": ', "alive is inf, not a int"),
         ("config.json", "{", "", "not JSON"),
+        ("config.json", '"min_accuracy": 0.9', '"min_accuracy": NaN', "min_accuracy is nan, no number"),
         ("config.json", '"min_accuracy": 0.9', '"min_accuracy": "high"', "min_accuracy is 'high', no number"),
         ("summary.json", '"accuracy"', '"precision"', "without accuracy"),
     ],
@@ -354,48 +337,3 @@ def test_numbers_that_are_none_leave_gaps(write: Write, changed: Path) -> None:
     page = write(run_dir=changed)
     assert not [each for each in page for value in each.attributes.values() if value.lower() in ("nan", "inf")]
     assert not [path for path in page.all("path") if "nan" in path.attributes["d"].lower()]
-
-
-# ---------------------------------------------------------------------------------------------------------- small parts
-
-
-def test_numbers_as_people_read_them() -> None:
-    assert [formats.power(n) for n in (9.36e-16, 1e-10, 0.0, 0.02, 1.0)] == [f"9.4{X}10⁻¹⁶", "10⁻¹⁰", "0", "0.02", "1"]
-    ratios = [formats.ratio(n, 1) for n in (1, 9.994, 9.996, 40.11, 1234)]
-    assert ratios == [f"{each}{X}" for each in ("1.00", "9.99", "10.0", "40.1", "1,234")]
-    assert formats.ratio(3, 0) == formats.ratio(0, 3) == formats.percent(float("nan")) == formats.NONE
-    assert [formats.compact(n) for n in (5, 1000, 1500, 193226, 2e6)] == ["5", "1k", "1.5k", "193k", "2M"]
-    assert [formats.duration(n) for n in (3e-7, 5.1e-4, 0.0123, 2.5, 600)] == [
-        "0.3 µs",
-        "510 µs",
-        "12.3 ms",
-        "2.5 s",
-        "10.0 min",
-    ]
-    assert [formats.size(n) for n in (12, 772904, 4e9)] == ["12 B", "773 kB", "4 GB"]
-
-
-@pytest.mark.parametrize("module", [markup, environment])
-def test_examples_in_docstrings(module: object) -> None:
-    result = doctest.testmod(module)  # type: ignore[arg-type]
-    assert result.attempted > 0 and result.failed == 0
-
-
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize(
-    "values", [(0.94, 0.9774), (3, 3), (1, 1e12), (0, 101), (1937, 193226), (1e-16, 1e-10), (0.5, 0.5001)]
-)
-def test_axes_have_a_few_ticks_in_order_and_in_range(values: tuple[float, float], log: bool) -> None:
-    axis = charts.y_axis(values, "", str, log=log)
-    assert 1 <= len(axis.ticks) <= 8 and list(axis.ticks) == sorted({*axis.ticks})
-    places = [axis(tick) for tick in axis.ticks]
-    assert all(charts.TOP <= place <= charts.BOTTOM for place in places)
-    assert all(charts.TOP <= axis(value) <= charts.BOTTOM for value in values if value > 0 or not log)
-
-
-def test_long_lines_are_thinned_and_keep_their_peaks() -> None:
-    points = [(float(i), 1.0) for i in range(20_000)]
-    points[7_777] = (7_777.0, 9.0)
-    x, y = charts.x_axis([0.0, 20_000.0], "", str), charts.y_axis([0.0, 10.0], "", str)
-    drawn = charts.line(points, x, y, "s1")
-    assert len(drawn) < 12_000 and f" {y(9.0)}" in drawn and f"L{x(19_999.0)} " in drawn

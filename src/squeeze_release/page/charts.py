@@ -38,16 +38,16 @@ class Axis:
 
 
 def x_axis(values: Sequence[float], name: str, say: Callable[[float], str], *, log: bool = False) -> Axis:
-    """From the first value to the last."""
-    axis = _axis(values, LEFT, RIGHT, name, say, log)
-    if log:
-        return axis
-    low, high = min(values), max(values)
+    return _axis(values, LEFT, RIGHT, name, say, log)
+
+
+def tight_x_axis(low: float, high: float, name: str, say: Callable[[float], str]) -> Axis:
+    """Without room at its ends."""
+    axis = x_axis([low, high], name, say)
     return replace(axis, low=low, high=high, ticks=tuple(tick for tick in axis.ticks if low <= tick <= high))
 
 
 def y_axis(values: Iterable[float], name: str, say: Callable[[float], str], *, log: bool = False) -> Axis:
-    """From a round number to a round number."""
     return _axis(values, BOTTOM, TOP, name, say, log)
 
 

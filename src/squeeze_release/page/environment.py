@@ -7,7 +7,10 @@ import re
 
 import torch
 
-_ABSOLUTE = re.compile(r"(?<![\w.~/\\:-])(?:~?/|[A-Za-z]:[\\/]|\\\\)(?:[^\s'\"=,:/\\]+[\\/])*([^\s'\"=,:/\\]*)")
+_START = r"(?<![\w.~/\\:-])(?:~?/|[A-Za-z]:[\\/]|\\\\)"
+_PLAIN = re.compile(_START + r"(?:[^\s'\"=,:/\\]+[\\/])*([^\s'\"=,:/\\]*)")
+_QUOTED = re.compile(_START + r"(?:[^/\\]*[\\/])*([^/\\]*)")  # where spaces may be part of it
+_QUOTES = re.compile(r"""('[^']*'|"[^"]*")""")
 
 
 def environment() -> dict[str, str]:
@@ -28,4 +31,7 @@ def without_paths(command: str) -> str:
     >>> without_paths("squeeze-release run fc-mnist --data /home/ada/mnist --run-dir=runs/fc")
     'squeeze-release run fc-mnist --data …/mnist --run-dir=runs/fc'
     """
-    return _ABSOLUTE.sub(lambda found: f"…/{found[1]}", command)
+    parts = _QUOTES.split(command)  # every second one is quoted
+    return "".join(
+        (_QUOTED if place % 2 else _PLAIN).sub(lambda found: f"…/{found[1]}", part) for place, part in enumerate(parts)
+    )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..cycle.config import Point
 from . import formats
-from .charts import BOTTOM, Axis, across, chart, diamonds, dots, down, line, text, x_axis, y_axis
+from .charts import BOTTOM, Axis, across, chart, diamonds, dots, down, line, text, tight_x_axis, x_axis, y_axis
 from .legend import figure
 from .markup import Markup, joined, tag
 from .run_files import RunFiles
@@ -140,7 +140,7 @@ def _errors(run: RunFiles) -> Markup:
     at = [(float(number), line.max_error) for number, (_, line) in enumerate(run.squeezes, 1)]
     titles = [f"squeeze {number:.0f}: {formats.power(error)}" for number, error in at]
     spots = [(number, max(error, _FOOT)) for number, error in at]
-    x = x_axis([0.5, len(at) + 0.5], "squeeze", lambda value: f"{value:g}" if value % 1 == 0 else "")
+    x = tight_x_axis(0.5, len(at) + 0.5, "squeeze", lambda value: f"{value:g}" if value % 1 == 0 else "")
     y = y_axis([*(error for _, error in spots), BOUND], "error", formats.power, log=True)
     picture = chart(
         "Relative error of every squeeze in float64. " + "; ".join(titles[:_MOST_NUMBERED]),
@@ -155,7 +155,7 @@ def _errors(run: RunFiles) -> Markup:
 
 
 def _epochs(run: RunFiles) -> Axis:
-    return x_axis([0.0, float(len(run.epochs))], "epoch", formats.count)
+    return tight_x_axis(0.0, float(len(run.epochs)), "epoch", formats.count)
 
 
 def _numbered(values: list[float]) -> list[tuple[float, float]]:

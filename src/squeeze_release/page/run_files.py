@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,7 +117,7 @@ def _layers(folder: Path) -> tuple[Layer, ...]:
 
 def _floor(config: dict[str, Any], folder: Path) -> float | None:
     floor = config.get("min_accuracy")
-    if floor is not None and not _is_number(floor):
+    if floor is not None and not (_is_number(floor) and math.isfinite(floor)):
         raise _misfit(f"min_accuracy is {floor!r}, no number", f"config.json of {folder.name}")
     return floor
 
@@ -157,7 +158,8 @@ def _made(kind: type[Line], line: dict[str, Any], where: str) -> Line:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """One that can be drawn; NaN is one of a run that failed."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not abs(value) > 1e300
 
 
 def _json(file: Path) -> dict[str, Any]:
