@@ -22,7 +22,7 @@ from torch import nn
 
 import squeeze_release as sr
 from squeeze_release.errors import InputError
-from squeeze_release.page import formats, groups, write_page
+from squeeze_release.page import charts, formats, groups, write_page
 from squeeze_release.page.run_files import read_run
 from squeeze_release.page.stored_layers import stored_layers
 from squeeze_release.report import Kept, Layer
@@ -283,6 +283,9 @@ def test_a_page_can_be_written_at_any_moment_of_a_run(write: Write, changed: Pat
         epochs = sum('"event": "epoch"' in line for line in lines[:many])
         assert f"{epochs} epoch" in page.one("header").text
         assert ("Over the epochs" in headings(page)) == (epochs > 0)
+        for strip in page.all("rect", "phase"):
+            left, width = float(strip.attributes["x"]), float(strip.attributes["width"])
+            assert charts.LEFT <= left <= left + width <= charts.RIGHT + 0.2 or left < charts.LEFT  # of a legend
 
 
 def test_a_run_that_is_just_writing_a_line_can_be_read(changed: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import doctest
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+from pages import parsed
 
-from squeeze_release.page import charts, environment, formats, groups, markup
+from squeeze_release.page import charts, drawing, environment, formats, groups, markup
 from squeeze_release.report import Layer
 
 X = formats.TIMES
@@ -85,3 +87,51 @@ def test_groups_of_layers(names: list[str], first: str, many: int) -> None:
     found = groups.grouped(tuple(Layer(name, "", "", 2, 1) for name in names))
     assert len(found) == many and [layer.name for group in found for layer in group.layers] == names
     assert not found or (found[0].name == first and found[0].before == 2 * len(found[0].layers))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("784 -> 128", "95 -> 32", f"784 {X} 128 → 95 {X} 32"),
+        ("64 -> 64", "48 -> 48 of 64", f"64 {X} 64 → 48 {X} 48 of 64"),
+        ("BatchNorm1d 128", "BatchNorm1d 32", "BatchNorm1d 128 → 32"),
+        ("LayerNorm 96", "CompensatedLayerNorm 60", "LayerNorm 96 → CompensatedLayerNorm 60"),
+        ("BatchNorm1d 128", "BatchNorm1d 128", "BatchNorm1d 128"),
+        ("Block 384", "Passthrough", "Block 384 → Passthrough"),
+    ],
+)
+def test_widths_of_a_layer(before: str, after: str, said: str) -> None:
+    (row,) = parsed(f"<html>{drawing.bars((Layer('0', before, after, 9, 3),))}</html>").all("li")
+    assert row.one("span", "width").text == said
+
+
+def test_the_silhouette_has_the_input_every_layer_and_the_blocks_that_are_gone() -> None:
+    layers = [
+        ("0", "784 -> 128", "95 -> 32"),
+        ("1", "BatchNorm1d 128", "BatchNorm1d 32"),
+        ("2", "Block 384", "Passthrough"),
+    ]
+    figure = parsed(f"<html>{drawing.silhouette(tuple(Layer(*each, 9, 3) for each in layers))}</html>")
+    said = [group.one("title").text for group in figure.all("g")]
+    assert said == ["input: 784 → 95", "0: 128 → 32", "2: 384 → 0"]
+    heights = [float(rect.attributes["height"]) for rect in figure.one("svg", "silhouette").all("rect")]
+    assert heights == pytest.approx([160, 19.39, 26.12, 6.53, 78.37, 0], abs=0.01)
+    assert drawing.silhouette((Layer("1", "BatchNorm1d 128", "BatchNorm1d 32", 9, 3),)) == ""
+
+
+def test_many_slabs_are_pooled() -> None:
+    layers = tuple(Layer(f"{i}", "8 -> 8", f"8 -> {i % 2 * 8}", 9, 3) for i in range(1000))
+    figure = parsed(f"<html>{drawing.silhouette(layers)}</html>")
+    assert len(figure.all("g")) <= 120 and "1001 layers" in figure.one("figcaption").text
+    assert {group.one("title").text.partition(": ")[2] for group in figure.all("g")} <= {"8 → 4", "8 → 5", "8 → 6"}
+
+
+def test_all_files_of_the_page_go_into_the_wheel() -> None:
+    toml = pytest.importorskip("tomllib")
+    root = Path(__file__).resolve().parents[1]
+    listed = toml.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["squeeze_release"]
+    folder = root / "src" / "squeeze_release"
+    assert {*listed} >= {
+        f"page/{path.name}" for path in (folder / "page").iterdir() if path.suffix in (".html", ".css", ".js")
+    }
+    assert all((folder / name).exists() for name in listed)

@@ -16,7 +16,7 @@ from .tables import Number, table
 _HEIGHT, _WIDTH = 160.0, 1000.0
 _MOST_LABELLED, _MOST_SLABS = 9, 120
 _GONE = tuple(kind.__name__ for kind in STAND_INS)
-_ARROW = re.compile(r"^(\d+) -> (\d+)")
+_ARROW = re.compile(r"^(\d{1,12}) -> (\d{1,12})\b")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def silhouette(layers: tuple[Layer, ...]) -> Markup:
     if not every:
         return joined()
     slabs = _pooled(every)
-    tallest = max(slab.before for slab in slabs)
+    tallest = max(slab.before for slab in slabs) or 1
     step = _WIDTH / len(slabs)
     gap = 0.12 * step
     both = [
@@ -65,7 +65,7 @@ def _slabs(layers: tuple[Layer, ...]) -> list[Slab]:
             found.append(Slab("input", int(was[1]), int(now[1]) if now else 0))
         if was:
             found.append(Slab(layer.name, int(was[2]), int(now[2]) if now else 0))
-        elif layer.after.startswith(_GONE) and (number := re.search(r"\d+", layer.after + layer.before)):
+        elif layer.after.startswith(_GONE) and (number := re.search(r"\d{1,12}", layer.after + layer.before)):
             found.append(Slab(layer.name, int(number[0]), 0))
     return found
 
@@ -156,13 +156,13 @@ def _bar(before: float, after: float) -> Markup:
 
 
 def _inside(name: str, group: str) -> Markup:
-    return breakable(name.removeprefix(f"{group}."))
+    return breakable("(itself)" if name == group else name.removeprefix(f"{group}."))
 
 
 def _became(before: str, after: str) -> Markup:
     if before == after:
-        return joined(before)
-    return joined(tag("span", before, " →", class_="was"), " ", tag("b", after))
+        return breakable(before)
+    return joined(tag("span", breakable(before), " →", class_="was"), " ", tag("b", breakable(after)))
 
 
 def _widths(layer: Layer) -> tuple[str, str]:
@@ -170,4 +170,5 @@ def _widths(layer: Layer) -> tuple[str, str]:
     times = f" {formats.TIMES} "
     before, after = layer.before.replace(" -> ", times), layer.after.replace(" -> ", times)
     kind, _, number = after.rpartition(" ")
-    return before, number if kind and before.rpartition(" ")[0] == kind and kind.isidentifier() else after
+    said = before != after and kind.isidentifier() and before.rpartition(" ")[0] == kind
+    return before, number if said else after

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import html
+import re
+
+_BREAKS = re.compile(r"(?<=\.)(?=.)|(?<=[a-z])(?=[A-Z])")
 
 
 class Markup(str):
@@ -29,9 +32,8 @@ def escaped(value: object) -> Markup:
 
 
 def breakable(name: str) -> Markup:
-    """A long dotted name, which may break after its dots."""
-    *parts, last = name.split(".")
-    return joined(*(joined(part, ".", Markup("<wbr>")) for part in parts), last)
+    """A long name, which may break after dots and before capitals."""
+    return Markup("<wbr>".join(escaped(part) for part in _BREAKS.split(name)))
 
 
 def _name(key: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ..cycle.config import Point
 from . import formats
 from .charts import BOTTOM, Axis, across, chart, diamonds, dots, down, line, text, tight_x_axis, x_axis, y_axis
-from .legend import figure
+from .legend import Entries, figure
 from .markup import Markup, joined, tag
 from .run_files import RunFiles
 
@@ -30,10 +30,9 @@ def size_accuracy(run: RunFiles) -> Markup:
     log = max(sizes) > 5 * max(min(sizes), 1)
     x = x_axis(sizes, f"{named}{', log scale' if log else ''}", formats.compact, log=log)
     y = y_axis(heights, "accuracy", _percents(heights))
-    chosen = run.chosen
     both = [*zip(run.points, at, strict=True)]
     titles = [f"cycle {p.cycle}: {formats.count(s)} {named}, {formats.percent(a)}" for p, (s, a) in both]
-    ring = [spot for point, spot in both if point is chosen]
+    ring = [spot for point, spot in both if point is run.chosen]
     picture = chart(
         f"Validation accuracy against {named}, a point for every cycle. " + "; ".join(titles[:_MOST_NUMBERED]),
         x,
@@ -45,14 +44,7 @@ def size_accuracy(run: RunFiles) -> Markup:
         diamonds(end, ["after the last fine-tuning"] * len(end), x, y, "diamond"),
         *_numbers(run, at, x, y),
     )
-    entries = [("dot s1", "end of a cycle, with its number")]
-    if run.floor is not None:
-        entries.append(("floor", f"floor, {formats.percent(run.floor)}"))
-    if chosen is not None:
-        entries.append(("ring", f"chosen: cycle {chosen.cycle}, {_described(chosen, masked)}"))
-    if end:
-        entries.append(("diamond", f"after the last fine-tuning: {formats.percent(end[0][1])}"))
-    return figure("Validation accuracy against size", picture, entries)
+    return figure("Validation accuracy against size", picture, _entries(run, masked))
 
 
 def _result(run: RunFiles, masked: bool) -> list[tuple[float, float]]:
@@ -60,6 +52,17 @@ def _result(run: RunFiles, masked: bool) -> list[tuple[float, float]]:
         return []
     size = run.summary.mask_alive if masked else run.summary.deployable_params
     return [(float(size), run.summary.validation_accuracy)]
+
+
+def _entries(run: RunFiles, masked: bool) -> Entries:
+    entries = [("dot s1", "end of a cycle, with its number")]
+    if run.floor is not None:
+        entries.append(("floor", f"floor, {formats.percent(run.floor)}"))
+    if run.chosen is not None:
+        entries.append(("ring", f"chosen: cycle {run.chosen.cycle}, {_described(run.chosen, masked)}"))
+    for _, accuracy in _result(run, masked):
+        entries.append(("diamond", f"after the last fine-tuning: {formats.percent(accuracy)}"))
+    return entries
 
 
 def _described(point: Point, masked: bool) -> str:
@@ -140,7 +143,7 @@ def _errors(run: RunFiles) -> Markup:
     at = [(float(number), line.max_error) for number, (_, line) in enumerate(run.squeezes, 1)]
     titles = [f"squeeze {number:.0f}: {formats.power(error)}" for number, error in at]
     spots = [(number, max(error, _FOOT)) for number, error in at]
-    x = tight_x_axis(0.5, len(at) + 0.5, "squeeze", lambda value: f"{value:g}" if value % 1 == 0 else "")
+    x = tight_x_axis(0.5, len(at) + 0.5, "squeeze", _whole)
     y = y_axis([*(error for _, error in spots), BOUND], "error", formats.power, log=True)
     picture = chart(
         "Relative error of every squeeze in float64. " + "; ".join(titles[:_MOST_NUMBERED]),
@@ -155,7 +158,12 @@ def _errors(run: RunFiles) -> Markup:
 
 
 def _epochs(run: RunFiles) -> Axis:
-    return tight_x_axis(0.0, float(len(run.epochs)), "epoch", formats.count)
+    return tight_x_axis(0.5, len(run.epochs) + 0.5, "epoch", _whole)
+
+
+def _whole(value: float) -> str:
+    """There is no half epoch."""
+    return formats.count(value) if value == round(value) else ""
 
 
 def _numbered(values: list[float]) -> list[tuple[float, float]]:
@@ -179,7 +187,7 @@ def _strip(run: RunFiles, x: Axis) -> Markup:
     return joined(*parts)
 
 
-def phases(run: RunFiles) -> list[tuple[str, str]]:
+def phases(run: RunFiles) -> Entries:
     """The legend of the strips."""
     seen = {epoch.phase for epoch in run.epochs}
     entries = [(f"phase {phase}", name) for phase, name in PHASES.items() if phase in seen]
