@@ -71,6 +71,12 @@ class Archive:
             raise Misfit(f"the numbers of {name} are not those that were saved", name)
         return tensor
 
+    def shape(self, name: str) -> list[int]:
+        """From the header: the tensor is not read."""
+        if name not in self.names:
+            raise Misfit("the file has no such tensor", name)
+        return [*self._file.get_slice(name).get_shape()]
+
     def own(self, name: str, tensor: Tensor, device: torch.device | None) -> Tensor:
         """That tensor in memory of its own, laid out as it was: the file may go or change."""
         layout = _CHANNELS_LAST.get(tensor.dim()) if name in self._channels_last else None
