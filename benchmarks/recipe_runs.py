@@ -1,4 +1,4 @@
-"""Seeds of a recipe side by side, and a row for each: results/RECIPE/runs.csv and a page of tables.
+"""Seeds of a recipe side by side, and a row for each: results/RECIPE/runs.csv, a row for each cycle, and tables.
 
     python benchmarks/recipe_runs.py run fc-mnist --runs runs --seeds 0,1,2,3,4 --jobs 10 \
         --configs paper/baseline,paper/squeeze-release,best/squeeze-release --data DIR
@@ -26,6 +26,7 @@ COLUMNS = (
     "config seed accuracy mask_alive deployable_weights deployable_params cycles seconds epochs "
     "max_error max_difference"
 ).split()
+CURVE = "config seed cycle accuracy mask_alive deployable_weights deployable_params prune_epochs".split()
 
 
 def folder(runs: Path, config: str, seed: int) -> Path:
@@ -71,28 +72,45 @@ def _line(path: Path, code: int) -> str:
     )
 
 
-def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+def rows(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A row a run, and a row a cycle of each."""
+    found, cycles = [], []
     for config in args.configs:
         for seed in args.seeds:
-            path = folder(args.runs, config, seed)
+            path, which = folder(args.runs, config, seed), {"config": config, "seed": seed}
             if (path / "summary.json").exists():
                 summary = json.loads((path / "summary.json").read_text())
                 lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
                 summary["epochs"] = sum(line["event"] == "epoch" for line in lines)
-                found.append({"config": config, "seed": seed} | {name: summary[name] for name in COLUMNS[2:]})
-    return found
+                found.append(which | {name: summary[name] for name in COLUMNS[2:]})
+                cycles += [which | {name: line[name] for name in CURVE[2:]} for line in _cycles(lines)]
+    return found, cycles
+
+
+def _cycles(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The network at the end of each cycle: its validation accuracy, and how far pruning had come when it ended."""
+    pruned = {line["cycle"]: line for line in lines if line["event"] == "epoch" and line["phase"] == "prune"}
+    return [
+        line | {"prune_epochs": pruned[line["cycle"]]["epoch"] if line["cycle"] else 0}
+        for line in lines
+        if line["event"] == "cycle"
+    ]
+
+
+def write(path: Path, columns: list[str], content: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(content)
 
 
 def table(args: argparse.Namespace) -> int:
     from scipy.stats import ttest_ind
 
-    found = rows(args)
+    found, cycles = rows(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    with (args.out / "runs.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
+    write(args.out / "runs.csv", COLUMNS, found)
+    write(args.out / "cycles.csv", CURVE, cycles)
     print(
         "| config | seeds | accuracy (%) | mask-alive | deployable weights | deployable parameters | cycles | seconds |"
     )

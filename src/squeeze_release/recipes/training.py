@@ -88,7 +88,7 @@ def cosine(rate: float, epoch: Epoch) -> float:
 
 
 def distilled(
-    logits: Tensor, labels: Tensor, teacher: nn.Module | None, x: Tensor, share: float, temperature: float = 4.0
+    logits: Tensor, labels: Tensor, teacher: nn.Module | None, x: Tensor, share: float, temperature: float = 2.0
 ) -> Tensor:
     """Cross-entropy with the labels, and for a share of it with what a teacher says, softened (Hinton et al.)."""
     loss = F.cross_entropy(logits, labels)
