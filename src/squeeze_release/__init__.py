@@ -14,6 +14,7 @@ from .errors import (
     VerificationError,
     WeightError,
 )
+from .export import Exported, export
 from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm, CompensatedStdNorm
 from .register import register_attention
 from .release import release
@@ -33,6 +34,7 @@ __all__ = [
     "CycleResult",
     "Epoch",
     "ExportError",
+    "Exported",
     "InputError",
     "MaskError",
     "ModelError",
@@ -43,6 +45,7 @@ __all__ = [
     "VerificationError",
     "WeightError",
     "cycle",
+    "export",
     "load",
     "prune",
     "register_attention",
