@@ -1,6 +1,7 @@
 """squeeze-release: make pruned networks really smaller, without changing what they compute."""
 
 from . import prune
+from .bench import Bench, bench
 from .cycle import Bars, Epoch, cycle
 from .cycle import Config as CycleConfig
 from .cycle import Result as CycleResult
@@ -15,6 +16,7 @@ from .errors import (
     WeightError,
 )
 from .export import Exported, export
+from .inspection import Inspection, inspect
 from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm, CompensatedStdNorm
 from .register import register_attention
 from .release import release
@@ -26,6 +28,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Bars",
+    "Bench",
     "CompensatedGroupNorm",
     "CompensatedLayerNorm",
     "CompensatedRMSNorm",
@@ -36,6 +39,7 @@ __all__ = [
     "ExportError",
     "Exported",
     "InputError",
+    "Inspection",
     "MaskError",
     "ModelError",
     "Report",
@@ -44,8 +48,10 @@ __all__ = [
     "StoreError",
     "VerificationError",
     "WeightError",
+    "bench",
     "cycle",
     "export",
+    "inspect",
     "load",
     "prune",
     "register_attention",

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .batches import batch_of, has_batch, one_call, with_batch
 from .caches import without_cache
 from .copies import borrowed
 from .errors import ExportError, InputError
 from .masks import bake_masks
 from .unwrap import unwrap
-from .verify import Call, isolated, map_tensors, redrawn, relative_error, resized, rounding_allowed, tensors_in
+from .verify import Call, isolated, map_tensors, redrawn, relative_error, rounding_allowed, tensors_in
 
 _TOLERANCE = 1e-5
 _BATCHES = (1, 3)  # that are tried beside the example's own
@@ -74,7 +75,7 @@ def export(
     """
     path = Path(path)
     write = _writer(path)
-    call = _one_call(example_inputs, kwargs)
+    call = one_call(example_inputs, kwargs, of="export")
     with borrowed(unwrap(model)) as network:
         bake_masks(network)
         if write is _write_onnx:
@@ -91,7 +92,7 @@ def export(
                     os.replace(part, path.parent / part.name)
     if error is None:
         warnings.warn(f"{path.name} was not compared: onnxruntime is not installed", stacklevel=2)
-    return Exported(path, path.stat().st_size, tuple(dict.fromkeys(map(_batch, calls))), error)
+    return Exported(path, path.stat().st_size, tuple(dict.fromkeys(map(batch_of, calls))), error)
 
 
 def _writer(path: Path) -> Callable[..., _Runner | None]:
@@ -126,17 +127,6 @@ def _folder(path: Path) -> Path:
     return path.parent
 
 
-def _one_call(example_inputs: Any, kwargs: dict[str, Any] | None) -> Call:
-    if isinstance(example_inputs, list):
-        raise InputError(
-            "example_inputs is a list, which stands for several calls",
-            where="export(model, example_inputs, path)",
-            consequence="nothing was exported: a file holds one way of calling the model",
-            remedy="pass one tensor or one tuple of arguments",
-        )
-    return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), dict(kwargs or {})
-
-
 @contextlib.contextmanager
 def _as_deployed(network: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, plain outputs; and without the fused encoder of torch, which no other runtime has."""
@@ -160,33 +150,25 @@ def _plain(output: Any) -> Any:
     return output
 
 
-def _batch(call: Call) -> int:
-    return next((tensor.shape[0] for tensor in tensors_in(call) if tensor.ndim), 0)
-
-
-def _with_batch(call: Call, size: int, batch: int) -> Call:
-    return map_tensors(call, lambda t: resized(t, 0, size) if _has_batch(t, batch) else t)
-
-
 def _calls(network: nn.Module, call: Call, dynamic: bool) -> list[Call]:
     """What is compared: the example, and random inputs, in several sizes where the batch is dynamic."""
-    batch = _batch(call)
+    batch = batch_of(call)
     found = [call, redrawn(call)]
     if dynamic and batch:
-        found += [redrawn(_with_batch(call, size, batch)) for size in _BATCHES if size != batch]
+        found += [redrawn(with_batch(call, size)) for size in _BATCHES if size != batch]
     for each in found:
         try:
             network(*each[0], **each[1])
         except Exception as cause:
-            if _batch(each) == batch:
+            if batch_of(each) == batch:
                 raise _failed(network, "the model does not run on the example inputs", cause, "correct them") from cause
-            raise _fixed(network, f"the model does not take a batch of {_batch(each)}", cause) from cause
+            raise _fixed(network, f"the model does not take a batch of {batch_of(each)}", cause) from cause
     return found
 
 
 def _program(network: nn.Module, call: Call, dynamic: bool) -> torch.export.ExportedProgram:
-    if dynamic and _batch(call) == 1:
-        call = _with_batch(call, 2, 1)  # a size of 1 would be taken for a constant
+    if dynamic and batch_of(call) == 1:
+        call = with_batch(call, 2)  # a size of 1 would be taken for a constant
     shapes = _dynamic_shapes(network, call) if dynamic else None
     try:
         return torch.export.export(network, *call, dynamic_shapes=shapes, strict=False)
@@ -199,13 +181,9 @@ def _program(network: nn.Module, call: Call, dynamic: bool) -> torch.export.Expo
 
 def _dynamic_shapes(network: nn.Module, call: Call) -> dict[str, Any]:
     """By the names of the arguments, positional ones too."""
-    batch, dim = _batch(call), torch.export.Dim("batch")
-    args, kwargs = pytree.tree_map(lambda leaf: {0: dim} if _has_batch(leaf, batch) else None, call)
+    batch, dim = batch_of(call), torch.export.Dim("batch")
+    args, kwargs = pytree.tree_map(lambda leaf: {0: dim} if has_batch(leaf, batch) else None, call)
     return dict(inspect.signature(network.forward).bind_partial(*args, **kwargs).arguments)
-
-
-def _has_batch(leaf: Any, batch: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == batch
 
 
 def _exports(network: nn.Module, call: Call) -> bool:
@@ -234,7 +212,7 @@ def _write_onnx(
     size = sum(tensor.nbytes for tensor in [*network.parameters(), *network.buffers()])
     try:
         names = _output_names(network, call)
-        axes = [{0: "batch"} if dynamic and _has_batch(t, _batch(call)) else {} for t in tensors_in(call)]
+        axes = [{0: "batch"} if dynamic and has_batch(t, batch_of(call)) else {} for t in tensors_in(call)]
         made = torch.onnx.export(program, dynamo=True, verbose=False, output_names=names, dynamic_shapes=axes)
         assert made is not None
         made.save(file, external_data=size > _LARGEST_ONNX)
@@ -270,14 +248,14 @@ def _compare(network: nn.Module, run: _Runner, call: Call, bound: float, file: P
     try:
         actual = run(call)
     except Exception as cause:
-        raise _fixed(network, f"{file.name} does not run on a batch of {_batch(call)}", cause) from cause
+        raise _fixed(network, f"{file.name} does not run on a batch of {batch_of(call)}", cause) from cause
     if len(actual) != len(expected):
         raise _failed(network, f"{file.name} has {len(actual)} outputs, the network {len(expected)}", None, "report it")
     error = max((relative_error(old, new) for old, new in zip(expected, actual, strict=True)), default=0.0)
     if error > bound:
         raise ExportError(
             f"{file.name} differs from the network by {error:.1e}, allowed are {bound:.1e}",
-            where=f"{type(network).__name__}, a batch of {_batch(call)}",
+            where=f"{type(network).__name__}, a batch of {batch_of(call)}",
             consequence="no file was left behind",
             remedy="try the other format; where the model itself rounds that much, pass tolerance=",
         )
