@@ -34,11 +34,8 @@ def build(text: str) -> nn.Module:
     try:
         made = _own(source, name, arguments) if maker is None else maker(name, arguments)
     except ImportError as error:
-        if (error.name or "").partition(".")[0] not in (source.partition(".")[0], ""):
-            raise  # one of the user's own imports
-        raise _no_model(
-            f"{source} cannot be imported: {error}", text, f"install {source}, or correct the name"
-        ) from error
+        remedy = "install what is missing, or correct the name"
+        raise _no_model(f"{source} cannot be imported: {error}", text, remedy) from error
     except InputError:
         raise
     except Exception as error:
