@@ -32,6 +32,10 @@ def test_models_of_libraries(tmp_path: Path) -> None:
         config.architectures = [kind] if name == "llama" else None
         config.save_pretrained(tmp_path / name)
         assert type(models.build(f"transformers:{tmp_path / name}")).__name__ == kind
+    config.architectures = ["pipeline"]  # of transformers, but no model
+    config.save_pretrained(tmp_path / "other")
+    with pytest.raises(sr.InputError, match="has no model pipeline"):
+        models.build(f"transformers:{tmp_path / 'other'}")
 
 
 def test_models_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +63,13 @@ def test_models_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             models.build(text)
 
 
-def test_completion() -> None:
+def test_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*models.complete("t")] == ["timm:", "torchvision:", "transformers:"]
     assert [*models.complete("timm:convnext_t")][:2] == ["timm:convnext_tiny", "timm:convnext_tiny_hnf"]
     assert "torchvision:resnet18" in [*models.complete("torchvision:resnet1")]
     assert [*models.complete("transformers:x")] == [] == [*models.complete("my.package:x")]
+    monkeypatch.setitem(sys.modules, "timm", None)  # cannot be imported
+    assert [*models.complete("timm:convnext_t")] == []
 
 
 # --- --input ---------------------------------------------------------------------------------------------------------
@@ -85,7 +91,7 @@ def test_inputs() -> None:
     assert kwargs["mask"].all() and kwargs["other_1"].dtype is torch.float16
 
 
-NONE = "|x|2x|2x-3|2,3|2x3:int|2x3:int64:|2x3:int64:0|2x3:float32:5|=2x3|1a=2x3|2x3:Int64".split("|")
+NONE = "|x|2x|2x-3|2,3|2x3:int|2x3:int64:|2x3:int64:0|2x3:float32:5|=2x3|1a=2x3|2x3:Int64|0x3".split("|")
 
 
 @pytest.mark.parametrize("text", NONE)

@@ -6,6 +6,7 @@ class, state dict and forward are untouched. `del model.save_pretrained` brings 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
@@ -18,17 +19,21 @@ if TYPE_CHECKING:
 _METHOD = "save_pretrained"
 
 
-def guard_save_pretrained(model: nn.Module, now: Structure, full: Structure) -> None:
+def guard_save_pretrained(model: nn.Module, full: Structure) -> None:
     """On every module that has such a method, and a part of which is not what its config says."""
-    changed = [
-        name
-        for part in ("parameters", "modules")
-        for name in now[part].keys() | full[part].keys()
-        if now[part].get(name) != full[part].get(name)
-    ]
-    for path, module in model.named_modules():
-        if callable(getattr(type(module), _METHOD, None)) and any(_inside(name, path) for name in changed):
+    having = {path: m for path, m in model.named_modules() if callable(getattr(type(m), _METHOD, None))}
+    changed = {*_changed(model, full)} if having else set()
+    for path, module in having.items():
+        if any(_inside(name, path) for name in changed):
             vars(module)[_METHOD] = refuse_save_pretrained
+
+
+def _changed(model: nn.Module, full: Structure) -> Iterator[str]:
+    """Names of parameters and modules that are others than before the first squeeze, or were not there."""
+    shapes = {name: [*p.shape] for name, p in model.named_parameters(remove_duplicate=False)}
+    kinds = {path: type(module).__name__ for path, module in model.named_modules(remove_duplicate=False)}
+    yield from (name for name in shapes | full["parameters"] if shapes.get(name) != full["parameters"].get(name))
+    yield from (path for path in kinds | full["modules"] if kinds.get(path) != full["modules"].get(path))
 
 
 def _inside(name: str, path: str) -> bool:

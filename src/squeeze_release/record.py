@@ -75,7 +75,7 @@ def leave_record(model: nn.Module, origin: Origin) -> None:
 
 def put_record(model: nn.Module, record: Record) -> None:
     vars(model)[RECORD] = record
-    guard_save_pretrained(model, structure_of(model), record["full"])
+    guard_save_pretrained(model, record["full"])
 
 
 def changes(before: Structure, model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -45,9 +45,9 @@ def network_and_call(
     speaker.progress(f"building {model}")
     network = models.build(model)
     speaker.progress(f"reading {checkpoint}")
-    network = checkpoints.with_weights(network, str(checkpoint)).eval()
-    if dtype is not None:
-        network = network.to(getattr(torch, dtype.value))
+    wanted = None if dtype is None else getattr(torch, dtype.value)
+    network = network.to(wanted)  # before there are weights, so that none is rounded on the way
+    network = checkpoints.with_weights(network, str(checkpoint)).eval().to(wanted)  # one of ours has a dtype of its own
     floats = (p.dtype for p in network.parameters() if p.is_floating_point())
     return network, inputs.draw(specs, network, next(floats, torch.get_default_dtype()))
 

@@ -47,8 +47,10 @@ def _parse(text: str) -> Spec:
     dtype = None if form["dtype"] is None else _DTYPES[form["dtype"]]
     if form["below"] is not None and (dtype is None or dtype.is_floating_point or form["below"] == "0"):
         raise _wrong(f"{text!r}: only integers are drawn below a number, and that is 1 at least")
-    below = None if form["below"] is None else int(form["below"])
-    return Spec(text, form["name"], tuple(map(int, form["shape"].split("x"))), dtype, below)
+    shape = tuple(map(int, form["shape"].split("x")))
+    if 0 in shape:
+        raise _wrong(f"{text!r} has nothing in it; sizes are 1 at least")
+    return Spec(text, form["name"], shape, dtype, None if form["below"] is None else int(form["below"]))
 
 
 def draw(specs: list[Spec], model: nn.Module, dtype: torch.dtype) -> Call:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -51,8 +51,9 @@ def complete(incomplete: str) -> Iterator[str]:
     names = _NAMES.get(source) if colon else None
     if names is None:
         yield from (f"{prefix}:" for prefix in _MAKERS if f"{prefix}:".startswith(incomplete))
-    elif importlib.util.find_spec(source) is not None:
-        yield from (full for name in names() if (full := f"{source}:{name}").startswith(incomplete))
+    else:
+        with contextlib.suppress(Exception):  # a library that is absent or broken has no names to offer
+            yield from [full for name in names() if (full := f"{source}:{name}").startswith(incomplete)]
 
 
 def _value(text: str) -> Any:
@@ -87,14 +88,15 @@ def _transformers(folder: str, arguments: dict[str, Any]) -> Any:
         )
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **arguments)
-    names = config.architectures or []
-    if not names:
+    options = arguments | {"local_files_only": True, "trust_remote_code": False}
+    config = transformers.AutoConfig.from_pretrained(folder, **options)
+    if not config.architectures:
         auto: Any = transformers.AutoModel
         return auto.from_config(config)
-    if not hasattr(transformers, names[0]):
-        raise ValueError(f"transformers {transformers.__version__} has no {names[0]}")
-    return getattr(transformers, names[0])(config)
+    kind = getattr(transformers, config.architectures[0], None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ValueError(f"transformers {transformers.__version__} has no model {config.architectures[0]}")
+    return kind(config)
 
 
 def _own(module: str, function: str, arguments: dict[str, Any]) -> Any:
