@@ -21,6 +21,8 @@ from torch.nn.utils import prune
 
 import squeeze_release as sr
 from squeeze_release import export as export_function
+from squeeze_release.modules import Constant, IndexedConv2d, IndexedLinear, Passthrough, PlacedConv2d, Shift
+from squeeze_release.store.standins import STAND_INS
 
 SUFFIXES = [".onnx", ".pt2"]
 
@@ -55,6 +57,27 @@ def test_files_run_where_the_package_cannot_be_imported(tmp_path: Path) -> None:
         for suffix in SUFFIXES:
             check_elsewhere(net, x, tmp_path / f"{name}{suffix}")
     assert {path.suffix for path in tmp_path.iterdir()} == {*SUFFIXES, ".inputs", ".out", ".out1"}
+
+
+def test_every_module_of_ours_in_one_network(tmp_path: Path) -> None:
+    first = {"channel_dim": 1}
+    norms = [sr.CompensatedGroupNorm(6), sr.CompensatedLayerNorm(6, **first), sr.CompensatedStdNorm(6, **first)]
+    rms = sr.CompensatedRMSNorm(5)
+    for norm in [*norms, rms]:
+        norm.merge(torch.tensor([0.5, -2.0, 1.0]))
+    convs = [
+        IndexedConv2d(6, 7, 3, index=torch.tensor([0, 5, 5, 2, 1, 3])),
+        PlacedConv2d(7, 4, 1, place=torch.tensor([5, 0, 1, 2, 3, 4]), fill=torch.tensor([0.3, -0.2])),
+    ]
+    shifts = [Shift(torch.randn(6), **first), Passthrough(), Shift(torch.randn(5))]
+    last = [rms, IndexedLinear(5, 4, index=torch.tensor([4, 3, 0, 1, 1]))]
+    parts = {"body": nn.Sequential(*norms, *convs, *shifts, *last), "constant": Constant(torch.randn(4))}
+    net = noisy(Net(lambda s, x: s.body(x) + s.constant(x.mean((1, 2)))[:, None, None], **parts))
+    used = {type(module).__name__ for module in net.modules()}
+    elsewhere_tested = {"NarrowMultiheadAttention", "PlacedLinear"}  # and other dimensions of convolutions are alike
+    assert {name for name in STAND_INS if not name.endswith(("1d", "3d"))} - used == elsewhere_tested
+    for suffix in SUFFIXES:
+        sr.export(net, torch.randn(2, 6, 7, 7), tmp_path / f"net{suffix}")
 
 
 class Several(nn.Module):
