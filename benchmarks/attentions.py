@@ -20,8 +20,6 @@ PROJECTION = re.compile(rf"^({_Q}|{_K}|{_V}|{_PACKED})$")
 _OUT = ("proj", "out_proj", "o_proj", "c_proj", "out_lin", "to_out", "wo", "o", "dense", "projection", "merge")
 # Code that takes the width of the stream for the width of all heads together.
 _DERIVES = re.compile(r"C\s*//\s*(self\.)?num_heads|(reshape|view)\(\s*B\w*,\s*[\w\-*\s]+,\s*C\s*\)")
-# Code that pads with zeros as far as the resolution asks for it.
-_PADS = re.compile(r"%.*\bpad\(|\bpad\(.*%", re.DOTALL)
 _WRAPPER = re.compile(r"\.(conv|c|linear|fn)$")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 
@@ -136,11 +134,6 @@ def _code(function: Any) -> str:
     called = [function.__globals__.get(name) for name in function.__code__.co_names]
     functions = [function, *(f for f in called if isinstance(f, FunctionType) and "attention" in f.__name__)]
     return "".join(inspect.getsource(f) for f in functions)
-
-
-def pads_to_multiples(model: nn.Module) -> bool:
-    """Whether some module pads to a multiple of its window or stride."""
-    return any(_PADS.search(_code(kind.forward)) for kind in {type(module) for module in model.modules()})
 
 
 def is_rotary(model: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -14,26 +15,34 @@ from torch import nn
 _LAST = re.compile(
     r"(^|\.)(proj|fc2|conv_pwl|out_proj|o_proj|down_proj|c_proj|lin2|out_lin|pwconv2|wo|o|output\.dense|w2|w3|conv3)$"
 )
+_TRIES = 3
 # Code that lays out what goes out of a block at the width of what came in.
 _KEEPS_WIDTH = re.compile(r"\bC = x\.shape.*(reshape|view)\(B, C, \w+\)", re.DOTALL)
 
 
-def choose_blocks(model: nn.Module, leaves: dict[str, Leaf], generator: torch.Generator) -> dict[str, list[str]]:
-    """One of every stack of at least three alike: its name, and the last layers of its branches."""
-    chosen: dict[str, list[str]] = {}
+def choose_blocks(model: nn.Module, leaves: dict[str, Leaf], generator: torch.Generator) -> list[dict[str, list[str]]]:
+    """Of every stack of at least three alike, some in random order: their names, and the last layers of their branches.
+
+    The first of each is to be killed, and where that takes others with it, the next.
+    """
+    stacks = []
     for prefix, group in model.named_modules():
         children = [(f"{prefix}.{n}" if prefix else n, c) for n, c in group.named_children()]
         if not isinstance(group, nn.ModuleList | nn.Sequential) or len(children) < 3:
             continue
-        alike = [n for n, c in children[1:] if type(c) is type(children[-1][1]) and not _is_stack(c)]
-        if not alike or type(children[-1][1]).__module__.startswith("torch.nn."):
-            continue
-        block = alike[int(torch.randint(len(alike), (), generator=generator))]
-        inside = [n for n in leaves if n.startswith(f"{block}.") and leaves[n].kind == "affine"]
-        last = [n for n in inside if _LAST.search(n)] or inside[-1:]
-        if last:
-            chosen[block] = last
-    return chosen
+        kinds = Counter(type(c) for _, c in children[1:] if not type(c).__module__.startswith("torch.nn."))
+        common = max(kinds, key=kinds.__getitem__, default=None)
+        alike = [n for n, c in children[1:] if type(c) is common and not _is_stack(c)]
+        order = torch.randperm(len(alike), generator=generator)[:_TRIES].tolist()
+        chosen = {alike[i]: _last_layers(alike[i], leaves) for i in order}
+        if any(chosen.values()):
+            stacks.append({block: last for block, last in chosen.items() if last})
+    return stacks
+
+
+def _last_layers(block: str, leaves: dict[str, Leaf]) -> list[str]:
+    inside = [n for n in leaves if n.startswith(f"{block}.") and leaves[n].kind == "affine"]
+    return [n for n in inside if _LAST.search(n)] or inside[-1:]
 
 
 def blame(blocks: Iterable[str], killed: list[str]) -> set[str]:

@@ -78,7 +78,7 @@ class Row:
 def source() -> str:
     """A fingerprint of all code that a row depends on: rows of other code are computed again."""
     digest = hashlib.sha256()
-    mine = ("attentions", "blocks", "heads", "leaves", "noise", "observe", "precision", "planter", "watch", "zoo")
+    mine = "attentions blocks heads leaves noise observe precision planter streams watch zoo".split()
     files = [*sorted((ROOT / "src").rglob("*.py")), *(Path(__file__).with_name(f"{name}.py") for name in mine)]
     for file in files:
         digest.update(file.read_bytes())
@@ -99,10 +99,10 @@ def examine(entry: Any, seed: int, say: Any = lambda *_: None) -> Row:
     torch.manual_seed(seed)
     model = entry.build().eval().double()
     row.params_before = sum(p.numel() for p in model.parameters())
-    plants = plant(model, entry.inputs(3, torch.Generator().manual_seed(seed + 1)), seed)
+    few, many = (entry.inputs(n, torch.Generator().manual_seed(seed + 1)) for n in (3, 12))
+    plants = plant(model, few, seed, many)
     row.planted, row.kinds = plants.count, " ".join(plants.kinds)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
+    model.requires_grad_(True)
     original = copy.deepcopy(model)
     args, kwargs = entry.inputs(2, torch.Generator().manual_seed(seed + 2))
     started = time.perf_counter()
@@ -257,12 +257,8 @@ class Job:
 
 def start(entry: Any, args: argparse.Namespace, folder: str) -> Job:
     result = Path(folder) / f"{entry.library}-{entry.name}.json"
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(args.threads),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment["OMP_NUM_THREADS"] = str(args.threads)
     options = ["--seed", str(args.seed), "--zoo", args.zoo, "--result", str(result)]
     command = [sys.executable, __file__, "one", entry.name, *options]
     process = subprocess.Popen(

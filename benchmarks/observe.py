@@ -77,6 +77,11 @@ class Observation:
             masks |= {f"{name}.{own}": mask for own, mask in self._of_leaf(self.leaves[name], ~live).items()}
         return masks
 
+    def lives(self, leaf: str) -> bool:
+        """Whether someone reads it, and it reads something that varies."""
+        constant = self.constant_in[leaf]
+        return bool(self.live_out[leaf].any()) and not (len(constant) and bool(constant.all()))
+
     def _of_leaf(self, leaf: Leaf, dead: Tensor) -> dict[str, Tensor]:
         inputs, module = self.dead_in.get(leaf.name), leaf.module
         if leaf.kind == "recurrent":

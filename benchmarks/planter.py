@@ -18,16 +18,18 @@ the model, what is not dead is undone, and this is repeated until all that was p
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
 
 import torch
-from attentions import PROJECTION, Attention, find_attentions, is_rotary, pads_to_multiples, role
+from attentions import PROJECTION, Attention, find_attentions, is_rotary, role
 from blocks import blame, choose_blocks, keep_width, read_in_pieces
 from heads import Group, Heads
 from noise import add_noise, calibrate, scale_at_rest
 from observe import Call, Observation, observe
+from streams import stream_writers
 from torch import Tensor, nn
 
 SHARE = 0.25
@@ -58,15 +60,18 @@ class Plants:
         return sum(int(mask.sum()) for mask in self.masks.values())
 
 
-def plant(model: nn.Module, call: Call, seed: int) -> Plants:
-    """Kill units of a float64 model in place."""
+def plant(model: nn.Module, call: Call, seed: int, many: Call | None = None) -> Plants:
+    """Kill units of a float64 model in place. `many` samples, if there are, tell batch norms what to expect."""
     generator = torch.Generator().manual_seed(seed)
     add_noise(model, generator)
-    calibrate(model, call, generator)
+    calibrate(model, many or call, generator)
     base = observe(model, call)
     masked = any("mask" in name for name in call[1])
     garden = Garden(model, base, generator, zero_read_norms=seed % 2 == 1, masked=masked)
-    return garden.harvest(base, garden.grow(call))
+    streams = stream_writers(model, call, garden.leaves)
+    plants = garden.harvest(base, garden.grow(call), streams)
+    calibrate(model, many or call, generator)  # with what died, the data changed
+    return plants
 
 
 class Garden:
@@ -100,18 +105,20 @@ class Garden:
         for width, piece in sorted(read_in_pieces(self.leaves).items()):
             if width in self.dead and piece in self.dead:
                 self.dead[width] = self.dead[piece].repeat(width // piece)
-        self.alive_before = {n for n in self.leaves if bool(base.live_out[n].any())}
+        self.alive_before = {n for n in self.leaves if base.lives(n)}
         tokens = [p for n, p in self.original.items() if n in base.free_live and _TOKEN.search(n)]
         self.token_widths = {p.size(-1) for p in tokens if p.dim()}
         self._plant_channels(base)
         self._silence(self.token_widths, only_patches=True)
-        if pads_to_multiples(model):
-            # Behind zero padding only 0 is constant, and a channel that carried the others would make the stream wider.
-            self._silence({found.width for found in derived}, norms=True)
         self._plant_attention()
         self._plant_readers()
         shuffled = _SHUFFLED.search(type(model).__name__)
-        self.blocks = {} if shuffled else choose_blocks(model, self.leaves, generator)
+        self.stacks = [] if shuffled else choose_blocks(model, self.leaves, generator)
+
+    @property
+    def blocks(self) -> dict[str, list[str]]:
+        """The blocks to be dead: one of each stack."""
+        return dict(next(iter(stack.items())) for stack in self.stacks if stack)
 
     # ------------------------------------------------------------------------------------------------- which channels
 
@@ -168,12 +175,12 @@ class Garden:
     def _shuffled(self, name: str, which: re.Pattern[str]) -> bool:
         return bool(_SHUFFLED.search(type(self.model).__name__) and which.search(name))
 
-    def _silence(self, widths: set[int], only_patches: bool = False, norms: bool = False) -> bool:
+    def _silence(self, widths: set[int], only_patches: bool = False) -> bool:
         """A class token that joins the stream brings 0: so must all others. Whether this is news."""
         before = len(self.silent)
         for name, leaf in self.leaves.items():
             patches = isinstance(leaf.module, nn.Conv2d) and leaf.module.stride == leaf.module.kernel_size != (1, 1)
-            if (norms or leaf.kind != "norm") and leaf.outputs in widths and (patches or not only_patches):
+            if leaf.kind != "norm" and leaf.outputs in widths and (patches or not only_patches):
                 self.silent.add(name)
         return len(self.silent) > before
 
@@ -257,9 +264,6 @@ class Garden:
                 self._weight(name).zero_()
         for name, scale in self.scales.items():
             self._weight(name)[scale] = scale_at_rest(self.model, f"{name}.weight")
-            bias = getattr(self.leaves[name].module, "bias", None)
-            if name in self.silent and isinstance(bias, Tensor):
-                bias[scale] = 0
         for name, mask in self.entries.items():
             tensors[name][mask] = 0
 
@@ -276,9 +280,10 @@ class Garden:
 
     def _weed(self, seen: Observation) -> bool:
         """Undo what is not dead; whether anything was undone."""
-        bad_blocks = blame(self.blocks, [n for n in self.alive_before if not bool(seen.live_out[n].any())])
+        bad_blocks = blame(self.blocks, [n for n in self.alive_before if not seen.lives(n)])
         if bad_blocks:
-            self.blocks = {block: last for block, last in self.blocks.items() if block not in bad_blocks}
+            for stack, block in itertools.product(self.stacks, bad_blocks):
+                stack.pop(block, None)
             return True
         live = {self.leaves[n].outputs for n, rows in self.rows.items() if bool((rows & seen.live_out[n]).any())}
         if live & self.token_widths and self._silence(self.token_widths):
@@ -355,7 +360,7 @@ class Garden:
 
     # -------------------------------------------------------------------------------------------------------- harvest
 
-    def harvest(self, base: Observation, seen: Observation) -> Plants:
+    def harvest(self, base: Observation, seen: Observation, streams: set[str]) -> Plants:
         masks, before = seen.masks(), base.masks()
         for group in self.groups:
             for name, rows in group.zero.items():
@@ -375,12 +380,19 @@ class Garden:
         for name, mask in masks.items():
             if name in tied:  # what several share is dead where all of them say so
                 total[tied[name]] = total[tied[name]] & mask if tied[name] in total else mask
-        return Plants({name: mask for name, mask in total.items() if bool(mask.any())}, self._kinds())
+        return Plants({name: mask for name, mask in total.items() if bool(mask.any())}, self._kinds(seen, streams))
 
-    def _kinds(self) -> list[str]:
-        alive = [name for name, rows in self.rows.items() if bool(rows.any())]
-        kinds = {"inner" if _INNER.search(name) else "stream" for name in alive}
+    def _kinds(self, seen: Observation, streams: set[str]) -> list[str]:
+        """Truthfully: channels that layers no longer write (`inner`, `stream`) or read (`read`), and the rest.
+
+        A block in front of whose last layers something lives lost a branch.
+        """
+        written = [name for name, rows in self.rows.items() if bool(rows.any())]
+        kinds = {"stream" if name in streams and not _INNER.search(name) else "inner" for name in written}
         kinds |= {group.kind for group in self.groups}
         columns = [name for name, columns in self.columns.items() if bool(columns.any())]
         kinds |= {"head" if name in {found.out for found in self.attentions} else "read" for name in columns}
-        return sorted(kinds | ({"head"} if self.explicit else set()) | ({"block"} if self.blocks else set()))
+        for block, last in self.blocks.items():
+            inside = [n for n, leaf in self.leaves.items() if n.startswith(f"{block}.") and leaf.kind == "affine"]
+            kinds.add("branch" if any(bool(seen.live_out[n].any()) for n in {*inside} - {*last}) else "block")
+        return sorted(kinds | ({"head"} if self.explicit else set()))

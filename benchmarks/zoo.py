@@ -7,10 +7,9 @@ random: nothing is downloaded.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ class Entry:
 _NARROW = {"embed_dim": 192, "depth": 4, "num_heads": 3}
 _TIMM: dict[str, tuple[str, int, dict[str, Any]]] = {  # family -> model, input size, arguments
     "beit": ("beit_base_patch16_224", 64, {"img_size": 64, **_NARROW}),
-    "byoanet": ("halonet_h1", 256, {"blocks": lambda: _shallow("byoanet", "halonet_h1")}),
+    "byoanet": ("halonet_h1", 256, {}),
     "byobnet": ("mobileone_s1", 64, {}),
     "cait": ("cait_xxs24_224", 64, {"img_size": 64}),
     "coat": ("coat_tiny", 64, {"img_size": 64}),
@@ -139,24 +138,13 @@ _TIMM: dict[str, tuple[str, int, dict[str, Any]]] = {  # family -> model, input 
 }
 
 
-def _shallow(file: str, name: str) -> tuple[Any, ...]:
-    """The stages of a model that timm puts together from blocks, with one block each.
-
-    HaloNet runs very slowly, timm says. And with random weights each of its 19 blocks blows up differences, until in
-    float64 not even the original is the same function twice: 1e-15 at its input is 3e-9 at its output.
-    """
-    configuration = importlib.import_module(f"timm.models.{file}").model_cfgs[name]
-    return tuple(replace(block, d=1) for block in configuration.blocks)
-
-
 def _timm(family: str) -> Entry:
     name, size, arguments = _TIMM[family]
 
     def build() -> nn.Module:
         import timm
 
-        given = {key: value() if callable(value) else value for key, value in arguments.items()}
-        model: nn.Module = timm.create_model(name, num_classes=CLASSES, **given)
+        model: nn.Module = timm.create_model(name, num_classes=CLASSES, **arguments)
         return model
 
     return Entry(name, family, "timm", build, _images(size))

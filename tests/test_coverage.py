@@ -18,6 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import noise  # noqa: E402
 import observe  # noqa: E402
 import planter  # noqa: E402
+import streams  # noqa: E402
 
 
 def _load(name: str, file: str) -> ModuleType:
@@ -177,6 +178,54 @@ def test_noise_leaves_no_parameter_constant() -> None:
     noise.add_noise(net, torch.Generator().manual_seed(0))
     for tensor in [*net.parameters(), net[1].running_mean, net[1].running_var]:
         assert tensor.flatten().unique().numel() > 1
+
+
+def test_a_scale_that_begins_at_zero_stays_small() -> None:
+    """Residual branches at full size blow up rounding from block to block, until no two computations agree."""
+    net = nn.Sequential(nn.BatchNorm2d(8), nn.BatchNorm2d(8)).double()
+    nn.init.zeros_(net[0].weight)
+    noise.add_noise(net, torch.Generator().manual_seed(0))
+    small, usual = (norm.weight.detach() for norm in net)
+    assert bool(((small >= 0.1) & (small <= 0.3)).all()) and bool(((usual >= 0.5) & (usual <= 1.5)).all())
+
+
+def test_norms_fit_the_data_when_all_is_planted() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 32, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 5, 1)).double()
+    plants = planter.plant(net, _images(3), 0, _images(64))
+    rows = net[0](_images(64)[0][0]).detach().movedim(1, 0).flatten(1)
+    alive = ~plants.masks["0.weight"].flatten(1).all(1)
+    ratio = (net[1].running_var / rows.var(1))[alive]  # drawn between 0.7 and 1.3
+    assert bool(alive.any()) and bool(((ratio > 0.6) & (ratio < 1.4)).all())
+
+
+def test_streams_are_what_several_write_or_read() -> None:
+    net, call = Residual().double(), ((torch.randn(3, 4, dtype=torch.float64),), {})
+    assert streams.stream_writers(net, call, observe.leaves(net)) == {"stem", "fc2"}
+    chain = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3)).double()
+    assert not streams.stream_writers(chain, call, observe.leaves(chain))
+
+
+class Mlp(nn.Module):
+    """A block with or without a way around it."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__()
+        self.around, self.fc1, self.fc2 = around, nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(x).tanh()) + (x if self.around else 0.0)
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_no_block_dies_that_is_the_only_way(around: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), *[Mlp(around) for _ in range(4)], nn.Linear(16, 3)).double()
+    call = ((torch.randn(3, 4, dtype=torch.float64),), {})
+    plants = planter.plant(net, call, seed=0)
+    assert ("block" in plants.kinds) is around
+    out = net(*call[0]).detach()
+    assert float((out - out[0]).abs().max()) > 1e-3
 
 
 def test_chunks_lose_equally_many() -> None:

@@ -52,11 +52,23 @@ def test_the_whole_cycle() -> None:
     assert summary["max_error"] == max(line["max_error"] for line in lines.of("squeeze"))
 
 
-def test_the_weights_follow_the_schedule() -> None:
+@pytest.mark.parametrize("judged, first", [("after training", 0), ("at once", 1)])
+def test_the_weights_follow_the_schedule(judged: str, first: int) -> None:
     lines = Lines()
-    tiny.run(replace(tiny.CONFIG, max_cycles=1, threshold=0.0, max_drop=1.0), listeners=[lines])
+    tiny.run(replace(tiny.CONFIG, max_cycles=1, threshold=0.0, max_drop=1.0, judged=judged), listeners=[lines])
     alive = [line["alive"] for line in lines.of("epoch", "prune")]
-    assert alive == [round(960 * sr.prune.cubic(i / 6, last=0.02)) for i in range(6)]
+    assert alive == [round(960 * sr.prune.cubic((i + first) / 6, last=0.02)) for i in range(6)]
+
+
+def test_an_update_is_judged_at_once_or_after_training() -> None:
+    """Training mends much of what an update has broken: judged after it, more updates are stood."""
+    config = replace(tiny.CONFIG, max_cycles=1, last_ratio=0.001, threshold=0.8)
+    alive = {}
+    for judged in ("at once", "after training"):
+        lines = Lines()
+        tiny.run(replace(config, judged=judged), listeners=[lines])
+        (alive[judged],) = (line["mask_alive"] for line in lines.of("squeeze"))
+    assert alive["after training"] < alive["at once"] < 960
 
 
 def test_two_epochs_an_update() -> None:
@@ -168,9 +180,11 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", range(8))
-@pytest.mark.parametrize("mode", ["squeeze-release", "baseline"])
-def test_a_run_that_breaks_goes_on_as_if_it_had_not(tmp_path: Path, part: int, mode: str) -> None:
-    config, lines = replace(tiny.CONFIG, mode=mode), Lines()
+@pytest.mark.parametrize(
+    "changes", [{}, {"mode": "baseline"}, {"judged": "at once", "threshold": 0.6}], ids=["cycle", "baseline", "at once"]
+)
+def test_a_run_that_breaks_goes_on_as_if_it_had_not(tmp_path: Path, part: int, changes: dict[str, Any]) -> None:
+    config, lines = replace(tiny.CONFIG, **changes), Lines()
     whole = tiny.run(config, run_dir=tmp_path / "whole", listeners=[lines])
     moment = len(lines.of("epoch")) * part // 8
 
@@ -239,7 +253,7 @@ def test_a_teacher_is_the_unpruned_network() -> None:
     assert all(same_weights(teacher, result.network(0)) for teacher in seen) and seen
 
 
-@pytest.mark.parametrize("field", ["mode", "schedule", "score"])
+@pytest.mark.parametrize("field", ["mode", "schedule", "score", "judged"])
 def test_a_config_that_makes_no_sense_is_refused(field: str) -> None:
     with pytest.raises(sr.InputError, match=f"{field}='nonsense' is not a known value"):
         sr.CycleConfig(**{field: "nonsense"})

@@ -147,9 +147,11 @@ def test_ranks_share_every_batch() -> None:
     seen = []
     for rank in (0, 1):
         torch.manual_seed(0)
-        seen.append([batch[1].tolist() for batch in training.Batches(x, y, 8, rank, 2)])
+        batches = training.Batches(x, y, 8, rank, 2)
+        seen.append([batches.take(*batch)[1].tolist() for batch in batches])
     torch.manual_seed(0)
-    whole = [set(batch[1].tolist()) for batch in training.Batches(x, y, 8)]
+    batches = training.Batches(x, y, 8)
+    whole = [set(batches.take(*batch)[1].tolist()) for batch in batches]
     assert [set(a) | set(b) for a, b in zip(*seen, strict=True)] == whole
     assert all(len(a) == len(b) == 4 for a, b in zip(*seen, strict=True))
 

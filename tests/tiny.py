@@ -20,7 +20,7 @@ import squeeze_release as sr
 
 CONFIG = sr.CycleConfig(
     train_epochs=3, prune_epochs=6, finetune_epochs=2, final_epochs=2, max_cycles=3, last_ratio=0.02, threshold=0.9,
-    max_drop=0.5, release_pool="column",
+    max_drop=0.5, judged="after training", release_pool="column",
 )  # fmt: skip
 
 

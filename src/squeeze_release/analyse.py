@@ -16,10 +16,10 @@ from .facts import Fact, compact, nothing, varying, vector
 from .labels import Grid, Labels, Live
 from .modules import can_index
 from .readers import count_readers
+from .rehearse import Call
 from .rules import RULES, UNKNOWN, Op, Rule, carriers, flat, joined
 from .sizes import takes_other_sizes
 from .trace import Trace, named_arguments
-from .verify import Call
 
 # What each rule set may do beyond folding constants, dropping the unread and removing dead blocks.
 RULE_SETS: dict[str, frozenset[str]] = {
@@ -53,6 +53,7 @@ class Analysis:
         self.constant_labels = torch.zeros(0, dtype=torch.int64)  # channels written as constants
         self.refused: dict[str, int] = {}  # module whose code did not follow -> how many steps it was let less go
         self.blamed: dict[type, set[str]] = {}  # the modules that were found at fault, by class
+        self.rehearsed = False  # whether trials of the user's code go to the CPU first
         self.tied: dict[str, int] = {}  # modules whose code takes widths that were equal for one, see `refuse.tie`
         self.stiffened: dict[str, list[Grid]] = {}  # module -> grids of which only whole rows go, for want of better
         self.whole: set[str] = set()  # modules that are not replaced

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from .errors import InputError
-from .verify import Call, map_tensors, resized, tensors_in
+from .rehearse import Call
+from .verify import map_tensors, resized, tensors_in
 
 
 def one_call(example_inputs: Any, kwargs: dict[str, Any] | None, *, of: str) -> Call:

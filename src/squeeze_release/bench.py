@@ -20,8 +20,9 @@ from .batches import batch_of, one_call, with_batch
 from .copies import borrowed
 from .errors import InputError
 from .masks import bake_masks
+from .rehearse import Call
 from .unwrap import unwrap
-from .verify import Call, map_tensors
+from .verify import map_tensors
 
 _WARM_UP = 3  # calls, before any is timed
 _FEWEST, _MOST = 9, 1000  # timed calls

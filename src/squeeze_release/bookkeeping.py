@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from .copies import borrowed
+from .rehearse import Call
 from .trace import ModuleCall, Trace
-from .verify import Call
 
 _WIDTH = {"features", "channels", "chs", "chans", "planes", "dim", "dims", "width", "hidden", "embed", "model"}
 _OF_HEADS = {"heads", "key", "val", "kv", "qk"}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -46,6 +47,16 @@ def borrowed(model: nn.Module) -> Iterator[nn.Module]:
 def hollow(model: nn.Module) -> nn.Module:
     """A copy that runs and traces like `model` but has zeros for weights, which take no memory: to try out shapes."""
     return emptied(borrow(model))
+
+
+def hollow_on_cpu(model: nn.Module) -> nn.Module:
+    """The same on the CPU, from whatever device."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        there = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        memo[id(parameter)] = nn.Parameter(there if parameter.dim() > 1 else parameter.detach().cpu(), False)
+    memo |= {id(buffer): buffer.detach().cpu() for buffer in model.buffers()}
+    return _deepcopy(model, memo)
 
 
 def emptied(model: nn.Module) -> nn.Module:

@@ -27,8 +27,9 @@ from .caches import without_cache
 from .copies import borrowed
 from .errors import ExportError, InputError
 from .masks import bake_masks
+from .rehearse import Call
 from .unwrap import unwrap
-from .verify import Call, isolated, map_tensors, redrawn, relative_error, rounding_allowed, tensors_in
+from .verify import isolated, map_tensors, redrawn, relative_error, rounding_allowed, tensors_in
 
 _TOLERANCE = 1e-5
 _BATCHES = (1, 3)  # that are tried beside the example's own

@@ -23,6 +23,7 @@ from .facts import Fact
 from .labels import Live
 from .plan import Plan, make_plan
 from .refuse import refuse, tie
+from .rehearse import Call, Rehearsal
 from .rewrite import rewrite
 from .rules import RULES, Op, flat
 from .rules.affine import Affine
@@ -31,8 +32,7 @@ from .rules.groupnorm import GroupNorm
 from .rules.index import SliceScatter
 from .rules.shape import Move, Pieces
 from .scales import make_good
-from .trace import Trace, named_arguments, trace
-from .verify import Call
+from .trace import Trace, named_arguments, rehearse, trace
 
 _MOST_TRIALS = 16
 _TAKE_WIDTHS = (Move, Pieces, Affine, GroupNorm, SliceScatter)  # ops whose int arguments follow the widths
@@ -62,6 +62,13 @@ class Memory:
     liked: dict[Key, tuple[Slot | None, ...]] = field(default_factory=dict)  # which attributes follow which widths
     tied: dict[str, int] = field(default_factory=dict)  # modules whose code takes several widths for one
     _tried: set[object] = field(default_factory=set)
+    _rehearsed: bool | None = None
+
+    def rehearsed(self, model: nn.Module, calls: list[Call]) -> bool:
+        """Whether trials go to the CPU first; the first model tells for all that come of it."""
+        if self._rehearsed is None:
+            self._rehearsed = Rehearsal(model, calls).ready
+        return self._rehearsed
 
     def like(self, picked: dict[Key, Option]) -> None:
         """These options got the code further: they come first from now on."""
@@ -78,6 +85,7 @@ class Memory:
 
 def fit(ctx: Analysis, calls: list[Call], memory: Memory) -> Fit:
     """The largest plan that the user's code follows."""
+    ctx.rehearsed = memory.rehearsed(ctx.model, calls)
     for path, level in memory.tied.items():
         tie(ctx, path, level)
     while True:
@@ -145,6 +153,8 @@ def check(ctx: Analysis, live: Live, plan: Plan, model: nn.Module, calls: list[C
     old_traces = list(dict.fromkeys(op.trace for op in ctx.ops))
     for old, call in zip(old_traces, calls, strict=True):
         try:
+            if ctx.rehearsed:
+                rehearse(model, call)
             new = trace(model, call)
         except InputError as error:
             text = f"its code does not follow the new widths ({error.what})"

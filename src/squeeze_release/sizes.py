@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .copies import borrowed
-from .verify import Call
+from .rehearse import Call, Rehearsal, runs
 
 _MOST_PATHS = 3
 _STEPS = 64  # sizes differ by the powers of 2 up to this: by what networks divide them by
@@ -37,8 +38,8 @@ def takes_other_sizes(model: nn.Module, calls: list[Call]) -> bool:
     shapes = [_only_shape(call) for call in calls]
     if len(set(shapes)) != 1 or shapes[0] is None:
         return True
-    with _quietly(model) as copy:
-        return any(_runs(copy, _resized(call, other)) for other in _other_shapes(shapes[0]) for call in calls)
+    with _quietly(model, calls) as trial:
+        return any(trial.runs(_resized(call, other)) for other in _other_shapes(shapes[0]) for call in calls)
 
 
 def other_paths(model: nn.Module, calls: list[Call]) -> list[Call]:
@@ -49,11 +50,11 @@ def other_paths(model: nn.Module, calls: list[Call]) -> list[Call]:
     shape = _only_shape(calls[0])
     if shape is None or len(shape) < 4:
         return []
-    with _quietly(model) as copy:
-        known = set().union(*(_padding(copy, call) for call in calls))
+    with _quietly(model, calls) as trial:
+        known = set().union(*(trial.padding(call) for call in calls))
         alone = _resized(calls[0], (1, *shape[1:]))  # one sample shows as much
-        example = alone if _runs(copy, alone) else calls[0]
-        found = {other: _padding(copy, _resized(example, (None, *other[1:]))) for other in _near(shape)}
+        example = alone if trial.runs(alone) else calls[0]
+        found = {other: trial.padding(_resized(example, (None, *other[1:]))) for other in _near(shape)}
     result: list[Call] = []
     while found and len(result) < _MOST_PATHS:
         best = max(found, key=lambda other: len(found[other] - known))
@@ -66,11 +67,32 @@ def other_paths(model: nn.Module, calls: list[Call]) -> list[Call]:
 
 
 @contextmanager
-def _quietly(model: nn.Module) -> Iterator[nn.Module]:
+def _quietly(model: nn.Module, calls: list[Call]) -> Iterator[_Trial]:
     """A copy in eval mode, to try things with."""
     with borrowed(model) as copy, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield copy.eval()
+        yield _Trial(copy.eval(), Rehearsal(copy, calls))
+
+
+@dataclass(frozen=True)
+class _Trial:
+    model: nn.Module
+    rehearsal: Rehearsal
+
+    def runs(self, call: Call) -> bool:
+        return self.rehearsal.allows(call) and runs(self.model, call)
+
+    def padding(self, call: Call) -> set[str]:
+        """The modules that pad; none where the model does not run."""
+        if not self.rehearsal.allows(call):
+            return set()
+        watch = _Watch(self.model)
+        try:
+            with watch:
+                return watch.found if runs(self.model, call) else set()
+        finally:
+            for handle in watch.handles:
+                handle.remove()
 
 
 def _near(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -103,17 +125,6 @@ class _Watch(TorchFunctionMode):
         if getattr(func, "__name__", "") in _PADS:
             self.found.add(self.inside[-1])
         return func(*args, **(kwargs or {}))
-
-
-def _padding(model: nn.Module, call: Call) -> set[str]:
-    """The modules that pad; none where the model does not run."""
-    watch = _Watch(model)
-    try:
-        with watch:
-            return watch.found if _runs(model, call) else set()
-    finally:
-        for handle in watch.handles:
-            handle.remove()
 
 
 def _only_shape(call: Call) -> tuple[int, ...] | None:
@@ -151,11 +162,3 @@ def _resized(call: Call, shape: tuple[int | None, ...]) -> Call:
 
     args, kwargs = pytree.tree_map(resized, call)
     return args, kwargs
-
-
-def _runs(model: nn.Module, call: Call) -> bool:
-    try:
-        model(*call[0], **call[1])
-    except Exception:
-        return False
-    return True

@@ -18,13 +18,13 @@ from .masks import bake_masks, check_finite
 from .plain import plan_plain, that_matter
 from .plan import Plan
 from .record import leave_record, origin_of
+from .rehearse import Call
 from .report import Report, make_report, outline
 from .rewrite import carry_out, rewrite
 from .sizes import other_paths
 from .trace import Trace, as_calls, trace
 from .training import feeds_training_branches
 from .unwrap import unwrap
-from .verify import Call
 from .verify import verify as compare
 
 

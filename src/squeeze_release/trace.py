@@ -17,12 +17,13 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .caches import nothing_kept, without_cache
+from .copies import hollow_on_cpu
 from .decisions import Decided, Decisions
 from .einsum import EinsumAsMatmul
 from .errors import ExportError, InputError, SqueezeError
 from .modules import NarrowMultiheadAttention
 from .norms import as_one_op
-from .verify import Call
+from .rehearse import Call, on_cpu
 
 _FUNCTIONALISE: dict[Any, Any] = {}  # an empty table: make the graph functional, decompose nothing
 
@@ -120,6 +121,13 @@ def trace(model: nn.Module, call: Call) -> Trace:
     names = {name: first.setdefault(id(module), name) for name, module in model.named_modules(remove_duplicate=False)}
     paths = {node: tuple(names.get(path, path) for path in _paths(node)) for node in nodes}
     return Trace(nodes, {k: v for k, v in params.items() if v in known}, calls, made, paths, call)
+
+
+def rehearse(model: nn.Module, call: Call) -> None:
+    """The eager run on the CPU, where whatever fails is an InputError."""
+    twin = hollow_on_cpu(model)
+    with traceable(twin):
+        _probe(twin, on_cpu(call))
 
 
 def _drop_unused_weights(graph: fx.Graph, model: nn.Module) -> None:

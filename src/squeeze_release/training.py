@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .copies import borrowed
+from .rehearse import Call
 from .trace import Trace
-from .verify import Call
 
 
 def feeds_training_branches(model: nn.Module, call: Call, traces: list[Trace]) -> list[str | tuple[int, ...]]:

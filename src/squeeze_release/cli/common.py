@@ -17,7 +17,7 @@ from torch import nn
 
 from ..analyse import RULE_SETS
 from ..errors import InputError
-from ..verify import Call
+from ..rehearse import Call
 from . import checkpoints, inputs, models
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=models.HELP, autocompletion=models.complete)]

@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from ..verify import Call
+from ..rehearse import Call
 
 HELP = (
     "shape of an example input, 1x3x224x224; with its dtype, 1x128:int64 (drawn below the size of the vocabulary) or "

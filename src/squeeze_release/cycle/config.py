@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SCHEDULES = {"cubic": cubic, "linear": linear}
 MODES = ("squeeze-release", "baseline")
 SCORES = ("last", "mean")
+JUDGED = ("at once", "after training")
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class Config:
 
     mode: "squeeze-release"; or "baseline", which only prunes, with one mask that accumulates, and squeezes at the end.
     train_epochs: of the unpruned network, before the first cycle.
-    prune_epochs, epochs_an_update: the length of a cycle's pruning, and how many of them follow each update, before it
-        is judged. The first ones see all weights, for there are no scores yet.
+    prune_epochs, epochs_an_update: the length of a cycle's pruning, and how many of them an update takes.
+    judged: an update is judged "at once", before any training, so that cycles are many and gentle; or "after training"
+        for its epochs, so that they are few and deep.
     schedule, last_ratio: "cubic" or "linear", from all of the cycle's weights to this part of them.
     threshold, max_drop: an update after which the validation accuracy is below the one, or has fallen by more than the
         other, is undone and ends the cycle's pruning; if it is the cycle's first, the run ends.
@@ -45,6 +47,7 @@ class Config:
     train_epochs: int = 0
     prune_epochs: int = 160
     epochs_an_update: int = 1
+    judged: str = "at once"
     schedule: str = "cubic"
     last_ratio: float = 0.002
     threshold: float = 0.8
@@ -64,7 +67,8 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in {"mode": MODES, "schedule": tuple(SCHEDULES), "score": SCORES}.items():
+        choices = {"mode": MODES, "schedule": tuple(SCHEDULES), "score": SCORES, "judged": JUDGED}
+        for name, allowed in choices.items():
             check_choice(name, getattr(self, name), allowed, of="CycleConfig", consequence="no run was started")
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..release import release
 from .config import SCHEDULES, Config, Evaluate, Listener, MakeOptimizer, Result, TrainEpoch
@@ -79,25 +79,36 @@ def train_step(run: Run) -> None:
 
 
 def prune_step(run: Run) -> None:
-    """Let weights go, train for the epochs of an update, and see whether the network stands it."""
+    """Train for the epochs of an update, let weights go, and see whether the network stands it.
+
+    Judged after training, the weights go first, by what they were worth in the epochs before.
+    """
     config, done = run.config, run.state.epoch
     if done >= config.prune_epochs:
         return run.enter("squeeze")
-    before, accuracy_before = run.snapshot(), run.state.accuracy
-    if run.scored is not None:
-        keep = SCHEDULES[config.schedule](done / config.prune_epochs, last=config.last_ratio)
-        run.masks.prune(run.scored, keep)
+    at_once, before, accuracy_before = config.judged == "at once", run.snapshot(), run.state.accuracy
+    if not at_once and run.scored is not None:
+        let_go(run, run.scored)
     for _ in range(config.epochs_an_update):
         run.train(config.prune_epochs)
+    scored = run.scores()
+    if at_once:
+        let_go(run, scored)
     accuracy = run.evaluate()
     fell = accuracy_before is not None and accuracy < accuracy_before - config.max_drop
     undone = accuracy < config.threshold or fell
     run.log_epoch(config.prune_epochs, accuracy, undone=undone)
-    if undone:
-        run.restore(before)
-        run.enter("squeeze" if done > config.epochs_an_update else "final")  # the cycle's first update failed
-    else:
-        run.state, run.scored = replace(run.state, accuracy=accuracy), run.scores()
+    if not undone:
+        run.state, run.scored = replace(run.state, accuracy=accuracy), None if at_once else scored
+        return
+    run.restore(before)
+    first = 0 if at_once else config.epochs_an_update  # when the cycle's first weights went
+    run.enter("squeeze" if done > first else "final")
+
+
+def let_go(run: Run, scored: dict[str, Tensor]) -> None:
+    elapsed = run.state.epoch / run.config.prune_epochs
+    run.masks.prune(scored, SCHEDULES[run.config.schedule](elapsed, last=run.config.last_ratio))
 
 
 def squeeze_step(run: Run) -> None:

@@ -29,7 +29,7 @@ class Run:
     """What the steps of the loop work on. `state` is plain data; all else is rebuilt or read when a run is resumed."""
 
     optimizer: Optimizer | None
-    scored: dict[str, Tensor] | None  # what the weights were worth in the last epoch: the next update goes by it
+    scored: dict[str, Tensor] | None  # what the weights were worth in the last epoch, if the next update goes by it
 
     def __init__(
         self,

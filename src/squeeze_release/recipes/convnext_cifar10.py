@@ -40,8 +40,8 @@ PRESETS = {
         size=32, batch=50, rates={phase: 2e-3 for phase in RATES}, weight_decay=1e-2, images=1000,
     ),
     "best": Preset(
-        Config(prune_epochs=20, finetune_epochs=10, final_epochs=20, score="mean", finish_units=1.0, threshold=0.85,
-               min_accuracy=0.91),
+        Config(prune_epochs=20, finetune_epochs=10, final_epochs=20, score="mean", judged="after training",
+               finish_units=1.0, threshold=0.85, min_accuracy=0.91),
         convnext, size=64, batch=512, rates={**RATES, "prune": 3e-4, "finetune": 3e-4, "final": 3e-4},
         weight_decay=1e-2, pad=8, distillation=0.5,
     ),

@@ -37,11 +37,12 @@ PRESETS = {
     "paper": Preset(Config(train_epochs=160, release_pool="column", rules="paper")),
     "quick": Preset(
         Config(train_epochs=8, prune_epochs=30, finetune_epochs=6, final_epochs=10, max_cycles=2, score="mean",
-               finish_units=1.0, last_ratio=0.005, threshold=0.9, release_pool="column", min_accuracy=0.96),
+               judged="after training", finish_units=1.0, last_ratio=0.005, threshold=0.9, release_pool="column",
+               min_accuracy=0.96),
     ),
     "best": Preset(
-        Config(train_epochs=40, prune_epochs=40, finetune_epochs=20, final_epochs=60, score="mean", finish_units=1.0,
-               threshold=0.93, release_pool="column", min_accuracy=0.9703),
+        Config(train_epochs=40, prune_epochs=40, finetune_epochs=20, final_epochs=60, score="mean",
+               judged="after training", finish_units=1.0, threshold=0.93, release_pool="column", min_accuracy=0.9703),
         distillation=0.7,
     ),
 }  # fmt: skip

@@ -39,7 +39,7 @@ def run_folder(preset: Preset, launch: Launch) -> Result:
         next(iter(validation))[0][:4],
         preset.config,
         train_epoch=training_of(preset, batches, launch),
-        optimizer=make_optimizer(preset),
+        optimizer=make_optimizer(preset, launch),
         evaluate=validation.accuracy,
         test=testing.accuracy,
     )
@@ -128,6 +128,9 @@ class Loader:
         workers: dict[str, Any] = {"num_workers": WORKERS if count > 1000 else 0}
         for x, y in DataLoader(self.photographs, batch_sampler=mine, pin_memory=torch.cuda.is_available(), **workers):
             yield x.to(self.launch.device, non_blocking=True), y.to(self.launch.device, non_blocking=True)
+
+    def take(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, y
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:

@@ -55,7 +55,7 @@ def run_preset(preset: Preset, launch: Launch, split: Split | None = None) -> Re
         validation[0][:4],
         preset.config,
         train_epoch=training_of(preset, Batches(*train, preset.batch, *launch.ranks, preset.pad), launch),
-        optimizer=make_optimizer(preset),
+        optimizer=make_optimizer(preset, launch),
         evaluate=lambda net: accuracy(net, *validation, size=preset.batch),
         test=lambda net: accuracy(net, *test, size=preset.batch),
     )
@@ -65,8 +65,11 @@ def training_of(preset: Preset, batches: Any, launch: Launch) -> Training:
     return Training(batches, preset.rates, launch, preset.distillation, preset.share, bfloat16=True)
 
 
-def make_optimizer(preset: Preset) -> MakeOptimizer:
-    return lambda net, phase: AdamW(net.parameters(), preset.rates[phase], weight_decay=preset.weight_decay)
+def make_optimizer(preset: Preset, launch: Launch) -> MakeOptimizer:
+    gpu = launch.device.type == "cuda"
+    return lambda net, phase: AdamW(
+        net.parameters(), preset.rates[phase], weight_decay=preset.weight_decay, fused=gpu, capturable=gpu
+    )
 
 
 def resized(images: Images, size: int, device: torch.device) -> tuple[Tensor, Tensor]:

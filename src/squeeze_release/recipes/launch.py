@@ -38,6 +38,11 @@ class Launch:
         """This rank, and how many there are."""
         return (0, 1) if self.accelerator is None else (self.accelerator.process_index, self.accelerator.num_processes)
 
+    @property
+    def one_gpu(self) -> bool:
+        """Then a training step can be recorded; several talk to each other, which a graph does not record."""
+        return self.device.type == "cuda" and self.ranks[1] == 1
+
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward() if self.accelerator is None else self.accelerator.backward(loss)
 

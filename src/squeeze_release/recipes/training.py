@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..cycle import Epoch
 from .data import Images
+from .graphs import Replayed
 from .launch import Launch
 
 
@@ -31,13 +34,18 @@ class Batches:
     ranks: int = 1
     pad: int = 0
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Whole batches in random order, the same on every rank, each of which takes its share of each batch."""
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        """Whole batches in random order, the same on every rank, each of which takes its share of each batch.
+
+        Of each batch only the numbers of its images: `take` is a part of the training step, which a GPU replays.
+        """
         order = torch.randperm(len(self.y)).to(self.y.device)
         for batch in order[: len(self) * self.size].split(self.size):
-            mine = batch[self.rank :: self.ranks]
-            x = self.x[mine]
-            yield crop_and_mirror(x, self.pad) if self.pad else x, self.y[mine]
+            yield (batch[self.rank :: self.ranks],)
+
+    def take(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.x[numbers]
+        return crop_and_mirror(x, self.pad) if self.pad else x, self.y[numbers]
 
     def __len__(self) -> int:
         return len(self.y) // self.size
@@ -96,7 +104,7 @@ def distilled(
 class Training:
     """An epoch: cross-entropy, of the labels and of a teacher. The rate is flat while pruning, else a cosine."""
 
-    batches: Any  # of images and labels, with a length
+    batches: Any  # iterates; has a length, and `take`, which makes images and labels of a batch
     rates: dict[str, float]  # by phase
     launch: Launch
     distillation: float = 0.0  # share of the loss that comes from the unpruned network
@@ -107,11 +115,17 @@ class Training:
         rate = self.rates[epoch.phase]
         set_learning_rate(optimizer, rate if epoch.phase == "prune" else cosine(rate, epoch))
         teacher = epoch.unpruned() if self.distillation and epoch.phase != "train" else None
-        steps = max(1, round(self.share * len(self.batches)))
-        lower = self.bfloat16 and self.launch.device.type == "cuda"
-        for _, (x, y) in zip(range(steps), self.batches, strict=False):
-            optimizer.zero_grad()
-            with torch.autocast(self.launch.device.type, torch.bfloat16, enabled=lower):
-                loss = distilled(model(x), y, teacher, x, self.distillation)
-            self.launch.backward(loss)
-            optimizer.step()
+        step: Callable[..., None] = partial(self._step, model, optimizer, teacher)
+        if self.launch.one_gpu:
+            step = Replayed(step)
+        for batch in islice(self.batches, max(1, round(self.share * len(self.batches)))):
+            step(*batch)
+
+    def _step(self, model: nn.Module, optimizer: Optimizer, teacher: nn.Module | None, *batch: Tensor) -> None:
+        device = self.launch.device.type
+        x, y = self.batches.take(*batch)
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16, enabled=self.bfloat16 and device == "cuda"):
+            loss = distilled(model(x), y, teacher, x, self.distillation)
+        self.launch.backward(loss)
+        optimizer.step()

@@ -43,7 +43,7 @@ PRESETS = {
     ),
     "best": Preset(
         Config(train_epochs=100, prune_epochs=40, finetune_epochs=10, final_epochs=20, threshold=0.75, score="mean",
-               **CYCLE),
+               judged="after training", **CYCLE),
         lambda: vit(img_size=64, patch_size=8, num_classes=10),
         size=64, batch=512, rates={**RATES, "train": 1e-3, "prune": 3e-4, "finetune": 3e-4, "final": 3e-4},
         weight_decay=5e-2, pad=8, distillation=0.5,
