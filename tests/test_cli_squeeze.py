@@ -73,6 +73,9 @@ def test_squeeze_writes_what_is_asked_for(pruned: nn.Module, typed: Typed) -> No
 
     loaded = sr.load(chain(), "small.safetensors")
     assert loaded[0].out_features == 8
+    strict = ["-o", "s", "--onnx", "s.onnx", "--tolerance", 0]
+    code, _, err = typed("squeeze", MODEL, "pruned.pt", "--input", "2x16", *strict)
+    assert code == 1 and "allowed are 0.0e+00" in err and not Path("s.onnx").exists()
     for found in (loaded(x), *elsewhere.run(Path("small.onnx"), [x]), *elsewhere.run(Path("small.pt2"), [x])):
         torch.testing.assert_close(found, expected)
 

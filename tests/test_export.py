@@ -107,6 +107,14 @@ def test_keyword_arguments_and_nested_outputs(suffix: str, kwargs: dict[str, Any
         assert file.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_one_tensor_given_twice_is_two_inputs(suffix: str, tmp_path: Path) -> None:
+    net, x = Net(lambda s, a, b: s.one(a) - s.two(b), one=nn.Linear(4, 3), two=nn.Linear(4, 3)), torch.randn(2, 4)
+    sr.export(net, (x, x), tmp_path / f"net{suffix}")
+    a, b = torch.randn(2, 5, 4)
+    torch.testing.assert_close(elsewhere.run(tmp_path / f"net{suffix}", [a, b])[0], net(a, b).detach())
+
+
 def test_a_batch_of_1_and_the_names_of_outputs(tmp_path: Path) -> None:
     net = Net(lambda s, x: {"logits": s.a(x), "loss": s.a(x).mean()}, a=nn.Linear(4, 3))
     assert sr.export(net, torch.randn(1, 4), tmp_path / "net.onnx").batches == (1, 3)

@@ -76,7 +76,7 @@ def export(
     """
     path = Path(path)
     write = _writer(path)
-    call = one_call(example_inputs, kwargs, of="export")
+    call = map_tensors(one_call(example_inputs, kwargs, of="export"), Tensor.clone)  # one tensor in two places is two
     with borrowed(unwrap(model)) as network:
         bake_masks(network)
         if write is _write_onnx:
@@ -226,7 +226,8 @@ def _write_onnx(
     try:
         session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     except Exception as cause:
-        raise _failed(network, "onnxruntime cannot load the file", cause, "try .pt2") from cause
+        remedy = "export model.float(), for onnxruntime does little in other dtypes; or try .pt2"
+        raise _failed(network, "onnxruntime cannot load the file", cause, remedy) from cause
     return partial(_run_onnx, session)
 
 
@@ -258,7 +259,7 @@ def _compare(network: nn.Module, run: _Runner, call: Call, bound: float, file: P
             f"{file.name} differs from the network by {error:.1e}, allowed are {bound:.1e}",
             where=f"{type(network).__name__}, a batch of {batch_of(call)}",
             consequence="no file was left behind",
-            remedy="try the other format; where the model itself rounds that much, pass tolerance=",
+            remedy="try the other format; where the model itself rounds that much, pass tolerance= (--tolerance)",
         )
     return error
 

@@ -38,6 +38,7 @@ def squeeze(
     onnx: Annotated[Path | None, typer.Option(help="the small network as ONNX too")] = None,
     pt2: Annotated[Path | None, typer.Option(help="the small network for torch.export.load too")] = None,
     fixed_batch: Annotated[bool, typer.Option("--fixed-batch", help="export the batch of --input alone")] = False,
+    tolerance: Annotated[float | None, typer.Option(min=0.0, help="how far exports may be off; 1e-5")] = None,
     report: Annotated[Path | None, typer.Option(help="an HTML page about it, with a short measurement")] = None,
     rules: RulesOption = ALL_RULES,
     compaction: CompactionOption = None,
@@ -68,7 +69,7 @@ def squeeze(
     exported = []
     for path in (path for path in (onnx, pt2) if path is not None):
         speaker.progress(f"writing {path}")
-        exported.append(export(small, args, path, kwargs, dynamic_batch=not fixed_batch))
+        exported.append(export(small, args, path, kwargs, dynamic_batch=not fixed_batch, tolerance=tolerance))
     measured = None
     if report is not None:
         speaker.progress(f"measuring, and writing {report}")
