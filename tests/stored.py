@@ -14,7 +14,7 @@ import conftest  # noqa: F401 - makes torchvision importable
 import torch
 from check import noisy
 from nets import Net, dead, unread
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import squeeze_release as sr
@@ -26,6 +26,19 @@ def convnext_tiny() -> nn.Module:
 
     small = {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 20)}
     return timm.create_model("convnext_tiny", num_classes=5, drop_path_rate=0.1, **small)
+
+
+def convnext_tiny_wide() -> nn.Module:
+    """With its real widths, one block a stage."""
+    import timm
+
+    return timm.create_model("convnext_tiny", num_classes=10, depths=(1, 1, 1, 1))
+
+
+def convnext_tiny_whole() -> nn.Module:
+    import timm
+
+    return timm.create_model("convnext_tiny", num_classes=10)
 
 
 def resnet18() -> nn.Module:
@@ -53,7 +66,8 @@ def bert() -> nn.Module:
     return BertModel(BertConfig(vocab_size=40, hidden_size=16, intermediate_size=24, **heads))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {f.__name__: f for f in (convnext_tiny, resnet18, encoder, llama, bert)}
+_BUILDERS = (convnext_tiny, convnext_tiny_wide, convnext_tiny_whole, resnet18, encoder, llama, bert)
+MODELS: dict[str, Callable[[], nn.Module]] = {f.__name__: f for f in _BUILDERS}
 
 
 def inputs(name: str) -> Tensor:
@@ -175,12 +189,12 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[in
 
 
 def main(folder: Path) -> None:
+    """Inputs are those beside the file, where there are any."""
     torch.set_num_threads(1)
     for path in sorted(folder.glob("*.safetensors")):
-        model = sr.load(MODELS[path.stem](), path)
-        save_file(
-            {str(i): t.contiguous() for i, t in enumerate(run(model, inputs(path.stem)))}, path.with_suffix(".out")
-        )
+        model, given = sr.load(MODELS[path.stem](), path), path.with_suffix(".inputs")
+        x = load_file(given)["0"] if given.exists() else inputs(path.stem)
+        save_file({str(i): t.contiguous() for i, t in enumerate(run(model, x))}, path.with_suffix(".out"))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +129,18 @@ def test_a_cycle_on_the_gpu() -> None:
     training.validation, training.testing = ((x.cuda(), y.cuda()) for x, y in (training.validation, training.testing))
     result = tiny.run(model=tiny.network().cuda(), training=training)
     assert result.summary["cycles"] == 3 and result.summary["max_error"] < 1e-10
+
+
+def test_bench_measures_memory() -> None:
+    nets = [nn.Sequential(nn.Linear(256, width), nn.ReLU(), nn.Linear(width, 256)) for width in (4096, 64)]
+    found = sr.bench(nets, torch.randn(256, 256), device="cuda", seconds=0.1)
+    assert found.device.startswith("cuda") and {row.batch for row in found.rows} == {256, 1}
+    before, after = (row.peak_bytes for row in found.rows[:2])
+    assert before is not None and after is not None and before > 256 * 4096 * 4 > after > 0
+
+
+def test_exported_from_a_gpu(tmp_path: Path) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).cuda(), torch.randn(2, 4, device="cuda")
+    for suffix in (".onnx", ".pt2"):
+        sr.export(net, x, tmp_path / f"net{suffix}")
+    assert net[0].weight.is_cuda

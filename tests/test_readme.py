@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from squeeze_release import cli
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "cycle.md"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("cycle", "store", "export", "command_line"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -20,6 +24,7 @@ def test_python_blocks_run_and_print_the_text_blocks_that_follow_them(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     text = page.read_text(encoding="utf-8")
     blocks = list(FENCE.finditer(text))
     namespace: dict[str, Any] = {"__name__": "readme"}
@@ -34,6 +39,9 @@ def test_python_blocks_run_and_print_the_text_blocks_that_follow_them(
                 exec(code, namespace)
             printed = stdout.getvalue()
             ran += 1
+        elif language == "console":
+            for command in re.findall(r"^\$ squeeze-release (.*)$", body, re.MULTILINE):
+                assert CliRunner().invoke(cli.app, shlex.split(command), catch_exceptions=False).exit_code == 0
         elif language == "text":
             assert printed is not None, "a ```text block shows what the ```python block before it prints"
             assert _comparable(printed) == _comparable(body)

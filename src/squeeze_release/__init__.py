@@ -1,6 +1,7 @@
 """squeeze-release: make pruned networks really smaller, without changing what they compute."""
 
 from . import prune
+from .bench import Bench, bench
 from .cycle import Bars, Epoch, cycle
 from .cycle import Config as CycleConfig
 from .cycle import Result as CycleResult
@@ -14,6 +15,8 @@ from .errors import (
     VerificationError,
     WeightError,
 )
+from .export import Exported, export
+from .inspection import Inspection, inspect
 from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm, CompensatedStdNorm
 from .register import register_attention
 from .release import release
@@ -25,6 +28,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Bars",
+    "Bench",
     "CompensatedGroupNorm",
     "CompensatedLayerNorm",
     "CompensatedRMSNorm",
@@ -33,7 +37,9 @@ __all__ = [
     "CycleResult",
     "Epoch",
     "ExportError",
+    "Exported",
     "InputError",
+    "Inspection",
     "MaskError",
     "ModelError",
     "Report",
@@ -42,7 +48,10 @@ __all__ = [
     "StoreError",
     "VerificationError",
     "WeightError",
+    "bench",
     "cycle",
+    "export",
+    "inspect",
     "load",
     "prune",
     "register_attention",

@@ -139,15 +139,25 @@ def _pruned(path: str, module: nn.Module, hook: Any) -> _Masked:
     name = hook._tensor_name
     original, mask = getattr(module, f"{name}_orig"), getattr(module, f"{name}_mask")
     where = _join(path, name)
-    if not _broadcasts(mask.shape, original.shape):
-        raise _bad_mask(f"mask of shape {tuple(mask.shape)} on a weight of shape {tuple(original.shape)}", where)
-    if not ((mask == 0) | (mask == 1)).all():
-        raise _bad_mask("mask with values other than 0 and 1", where)
+    _check_mask(original, mask, where)
     with torch.no_grad():
         value = hook.apply_mask(module)
     if not _is_masked(original, value):
         raise _bad_mask(f"{type(hook).__name__}.apply_mask changes weights that it does not zero", where)
     return _Masked(module, name, original, _with_exact_zeros(original, value))
+
+
+def apply_mask(original: Tensor, mask: Tensor, where: str) -> Tensor:
+    """What torch.nn.utils.prune makes of a weight and its mask, with exact zeros. Raises MaskError as above."""
+    _check_mask(original, mask, where)
+    return _with_exact_zeros(original, original * mask.to(original.dtype))
+
+
+def _check_mask(original: Tensor, mask: Tensor, where: str) -> None:
+    if not _broadcasts(mask.shape, original.shape):
+        raise _bad_mask(f"mask of shape {tuple(mask.shape)} on a weight of shape {tuple(original.shape)}", where)
+    if not ((mask == 0) | (mask == 1)).all():
+        raise _bad_mask("mask with values other than 0 and 1", where)
 
 
 def _parametrized(path: str, module: nn.Module, name: str, steps: Any) -> _Masked:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypedDict
 
 from torch import nn
 
+from .pretrained import guard_save_pretrained
+
 RECORD = "_squeezed"
 _TORCHS_OWN = frozenset({*vars(nn.Module()), RECORD})  # hooks, `training`, parameters: none of them a width
 _IN_TRAINING = {"p", "dropout", "inplace", "momentum"}
@@ -68,8 +70,12 @@ def leave_record(model: nn.Module, origin: Origin) -> None:
     changed = {path: {*names} for path, names in origin.record["changed"].items()}
     for path, name in changes(origin.structure, model):
         changed.setdefault(path, set()).add(name)
-    record: Record = {**origin.record, "changed": {path: sorted(names) for path, names in changed.items()}}
+    put_record(model, {**origin.record, "changed": {path: sorted(names) for path, names in changed.items()}})
+
+
+def put_record(model: nn.Module, record: Record) -> None:
     vars(model)[RECORD] = record
+    guard_save_pretrained(model, record["full"])
 
 
 def changes(before: Structure, model: nn.Module) -> Iterator[tuple[str, str]]:

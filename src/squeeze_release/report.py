@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich import box
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from .blocks import inside
 from .copies import hollow
-from .facts import Fact
+from .facts import Fact, compact
 from .labels import Live
 from .masks import Counts, count
 from .modules import PLACED, Constant, Passthrough, Shift
@@ -54,6 +55,23 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Width:
+    """How many outputs a layer has, and why it has so many."""
+
+    name: str
+    before: int
+    after: int
+    alive: int
+    """Outputs that the layer itself computes: rows of its weight that are not zero."""
+    writers: int
+    """Layers that write to these channels, itself included: more than one on a residual stream."""
+    readers: int
+    """Layers that read any of them."""
+    why: tuple[tuple[str, int], ...]
+    """Each reason why outputs stay, and of how many, the most frequent first."""
+
+
+@dataclass(frozen=True)
 class Report:
     """The outcome of one `squeeze`. Prints as a table."""
 
@@ -69,6 +87,8 @@ class Report:
     """Parameter -> dimension -> the indices that stayed, where some went."""
     group_columns: dict[str, Tensor]
     """Weight of a grouped convolution -> for each row that stayed the columns that did: every group has its own."""
+    widths: tuple[Width, ...] = ()
+    """All layers with a weight, those too that kept their width."""
 
     @property
     def params_before(self) -> int:
@@ -99,6 +119,20 @@ class Report:
     def max_error(self) -> float | None:
         """Largest relative difference in float64 between old and new; None with verify=False."""
         return self.verification.max_error if self.verification else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, without the indices of what stayed."""
+        return {
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "max_error": self.max_error,
+            "variants": [name for name, _ in self.verification.variants] if self.verification else [],
+            "seconds": self.seconds,
+            "carriers": self.carriers,
+            "layers": [asdict(layer) for layer in self.layers],
+            "kept": [asdict(row) for row in self.kept],
+            "widths": [asdict(width) for width in self.widths],
+        }
 
     def __str__(self) -> str:
         console = Console(width=140, record=True, file=io.StringIO())
@@ -172,10 +206,11 @@ def make_report(
     proof: Verification | None,
     seconds: float,
 ) -> Report:
-    kept = _kept(ctx, last.live, last.plan)
+    sides = list(_sides(ctx, last.plan))
+    kept, widths = _kept(sides, last.live), _widths(ctx, sides, last.live, old.model)
     carriers = sum(reason.text == CARRIES for reason in last.live.given_reasons())
     layers, slices, columns = _layers(old.model, new), _slices(plans), _group_columns(plans, old.model)
-    return Report(old.counts, count(new), layers, kept, proof, seconds, carriers, slices, columns)
+    return Report(old.counts, count(new), layers, kept, proof, seconds, carriers, slices, columns, widths)
 
 
 def _slices(plans: list[Plan]) -> dict[str, dict[int, Tensor]]:
@@ -237,24 +272,74 @@ def _width(module: nn.Module) -> str:
     return f"{kind} {shapes[0]}" if shapes else kind
 
 
-def _kept(ctx: Analysis, live: Live, plan: Plan) -> tuple[Kept, ...]:
-    """Rows and columns of zeros, and constant outputs, that are still there."""
-    found: Counter[tuple[str, str, str]] = Counter()
+@dataclass(frozen=True)
+class _Side:
+    """The outputs or inputs of a layer, as the last look at the model saw them."""
+
+    module: str
+    weight: str
+    what: str
+    dim: int
+    labels: Tensor
+    alive: Tensor  # rows or columns that are not zero
+
+
+def _sides(ctx: Analysis, plan: Plan) -> Iterator[_Side]:
     seen: set[tuple[str, str]] = set()
     for op in ctx.ops:
         weight = op.memo.get("weight")
         if weight is None or inside(op.module, plan.dead) or not isinstance(op.out, Fact):
             continue
-        tensor = ctx.tensor(weight)
-        geometry = op.memo["geometry"]
+        tensor, geometry = ctx.tensor(weight), op.memo["geometry"]
         for what, dim, labels in (
             ("outputs", geometry.rows, op.memo["rows"]),
             ("inputs", geometry.columns, op.memo["columns"]),
         ):
-            if labels is None or (weight, what) in seen or tensor.size(dim) != len(labels):
+            if labels is None or (weight, what) in seen:
                 continue
             seen.add((weight, what))
-            zero = ~(nonzero_rows if dim == 0 else nonzero_columns)(tensor)
-            for label in labels[zero & live[labels]].tolist():
-                found[op.module, what, str(live.reason(label))] += 1
-    return tuple(Kept(name or "(model)", what, number, reason) for (name, what, reason), number in found.items())
+            alive = torch.ones(len(labels), dtype=torch.bool)  # columns of groups are not looked at one by one
+            if tensor.size(dim) == len(labels):
+                alive = (nonzero_rows if dim == 0 else nonzero_columns)(tensor)
+            yield _Side(op.module or "(model)", weight, what, dim, labels, alive)
+
+
+def _kept(sides: list[_Side], live: Live) -> tuple[Kept, ...]:
+    """Rows and columns of zeros, and constant outputs, that are still there."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for side in sides:
+        for label in side.labels[~side.alive & live[side.labels]].tolist():
+            found[side.module, side.what, str(live.reason(label))] += 1
+    return tuple(Kept(name, what, number, reason) for (name, what, reason), number in found.items())
+
+
+def _widths(ctx: Analysis, sides: list[_Side], live: Live, old: nn.Module) -> tuple[Width, ...]:
+    users: dict[str, dict[int, set[str]]] = {"outputs": {}, "inputs": {}}  # channel -> weights that write or read it
+    for side in sides:
+        for root in live.root[side.labels[side.alive]].unique().tolist():
+            users[side.what].setdefault(root, set()).add(side.weight)
+    weights = {side.module: side.weight for side in sides}
+    for op in ctx.ops:
+        if op.module in weights and "weight" not in op.memo:  # a layer that gathers its inputs reads what it gathers
+            for layer in (layer for fact in op.facts() if fact.source != "param" for layer in fact.layers):
+                for root in live.root[compact(layer).unique()].tolist():
+                    users["inputs"].setdefault(root, set()).add(weights[op.module])
+
+    def count_users(what: str, roots: list[int]) -> int:
+        return len(set().union(*(users[what].get(root, ()) for root in roots)))
+
+    found, sizes = [], {name: p.shape for name, p in old.named_parameters(remove_duplicate=False)}
+    for side in sides:
+        if side.what == "outputs":
+            roots, size = live.root[side.labels].unique().tolist(), len(side.labels)
+            before = sizes[side.weight][side.dim] if side.weight in sizes else size
+            writers, readers = count_users("outputs", roots), count_users("inputs", roots)
+            alive, why = int(side.alive.sum()), _reasons(side.labels, live)
+            found.append(Width(side.module, before, size, alive, writers, readers, why))
+    return tuple(found)
+
+
+def _reasons(labels: Tensor, live: Live) -> tuple[tuple[str, int], ...]:
+    which = live.why[live.root[labels]]
+    counts = Counter({str(live.reasons[i]): int((which == i).sum()) for i in which.unique().tolist() if i >= 0})
+    return tuple(counts.most_common())

@@ -80,14 +80,14 @@ def verify(
         raise ValueError("verify needs at least one example call")
     start = time.perf_counter()
     old, new = copy_model(old).eval(), copy_model(new).eval()
-    calls = [_map_tensors(call, lambda tensor: tensor) for call in calls]
-    with _isolated(old), without_cache(old, new, *([] if exact is None else [exact])):
-        rounding = _rounding_allowed(old, calls)
+    calls = [map_tensors(call, lambda tensor: tensor) for call in calls]
+    with isolated(old), without_cache(old, new, *([] if exact is None else [exact])):
+        rounding = rounding_allowed(old, calls)
         rounded = [_run_rounded(old, new, call) for call in calls] if rounding > _ROUNDING[torch.float64] else []
         new = new if exact is None else copy_model(exact).eval()
         to_float64(old)
         to_float64(new)
-        findings = [finding for call in calls for finding in _compare_call(old, new, _map_tensors(call, widen))]
+        findings = [finding for call in calls for finding in _compare_call(old, new, map_tensors(call, widen))]
         _raise_if_different(old, findings, tolerance)
         max_error = max(finding.error for finding in findings)
         max_error_user = max((_check_rounded(old, rounding, *runs) for runs in rounded if runs), default=max_error)
@@ -112,7 +112,7 @@ def _compare_call(old: nn.Module, new: nn.Module, call: Call) -> Iterator[_Findi
         yield from next(filter(None, found), [])  # the first alternative that the original takes is enough
     for switch in _SWITCHES:
         if _switchable(old, switch):
-            yield from compare(f"{switch} switched", _random(call), ("no_grad",), switch)
+            yield from compare(f"{switch} switched", redrawn(call), ("no_grad",), switch)
 
 
 def _compare(old: nn.Module, new: nn.Module, variant: _Variant) -> _Finding | None:
@@ -183,10 +183,10 @@ def _difference(expected: _Outputs, actual: _Outputs) -> tuple[float, str]:
     """The worst error of all outputs, and the output it is in."""
     if expected.keys() != actual.keys():
         return math.inf, f"the outputs have another structure: {', '.join(sorted(expected.keys() ^ actual.keys()))}"
-    return max(((_leaf_error(expected[name], actual[name]), name) for name in expected), default=(0.0, "no output"))
+    return max(((relative_error(expected[name], actual[name]), name) for name in expected), default=(0.0, "no output"))
 
 
-def _leaf_error(old: Any, new: Any) -> float:
+def relative_error(old: Any, new: Any) -> float:
     if isinstance(old, float) and isinstance(new, float):
         old, new = torch.tensor(old, dtype=torch.float64), torch.tensor(new, dtype=torch.float64)
     if not isinstance(old, Tensor) or not isinstance(new, Tensor):
@@ -234,8 +234,8 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
     return None
 
 
-def _rounding_allowed(model: nn.Module, calls: list[Call]) -> float:
-    dtypes = {tensor.dtype for tensor in [*model.parameters(), *_tensors_in(calls)] if tensor.is_floating_point()}
+def rounding_allowed(model: nn.Module, calls: list[Call]) -> float:
+    dtypes = {tensor.dtype for tensor in [*model.parameters(), *tensors_in(calls)] if tensor.is_floating_point()}
     return max((_ROUNDING.get(dtype, _COARSEST_ROUNDING) for dtype in dtypes), default=_ROUNDING[torch.float64])
 
 
@@ -256,7 +256,7 @@ def _run_rounded(old: nn.Module, new: nn.Module, call: Call) -> tuple[_Variant, 
 
 def _check_rounded(old: nn.Module, rounding: float, variant: _Variant, old_run: _Outputs, new_run: _Outputs) -> float:
     """Both runs are measured against `old`, the float64 copy: new may not be less accurate than the original."""
-    exact = _floats(_run(old, replace(variant, call=_map_tensors(variant.call, widen), lift=True))[0])
+    exact = _floats(_run(old, replace(variant, call=map_tensors(variant.call, widen), lift=True))[0])
     allowed = max(4 * _difference(exact, old_run)[0], rounding)
     finding = _Finding(variant, *_difference(exact, new_run))
     if finding.error > allowed:
@@ -271,22 +271,22 @@ def _floats(outputs: _Outputs) -> _Outputs:
 
 def _input_variants(call: Call) -> Iterator[list[tuple[str, Call]]]:
     """Lists of alternatives, of which one is enough; few samples, for float64 is slow."""
-    tensors, few = _tensors_in(call), call
+    tensors, few = tensors_in(call), call
     batches = {tensor.shape[0] for tensor in tensors if tensor.ndim}
     if len(batches) == 1 and (batch := batches.pop()) > 0:
         several, few_samples = 3 if batch != 3 else 2, 1 if batch > 1 else 2
-        few = _map_tensors(call, partial(_resized, dim=0, size=few_samples))
-        random = _random(call, partial(_resized, dim=0, size=several))
-        yield [(f"random inputs, batch of {several}", random), ("random inputs", _random(call))]
+        few = map_tensors(call, partial(resized, dim=0, size=few_samples))
+        random = redrawn(call, partial(resized, dim=0, size=several))
+        yield [(f"random inputs, batch of {several}", random), ("random inputs", redrawn(call))]
         yield [(f"batch of {few_samples}", few)]
     else:
-        yield [("random inputs", _random(call))]
+        yield [("random inputs", redrawn(call))]
     if any(tensor.is_floating_point() and tensor.ndim >= 3 for tensor in tensors):
         stretched, alike = (partial(_other_resolution, last=last) for last in (2, 1))
-        yield [("other resolution", _random(*inputs)) for inputs in ((few, stretched), (few, alike), (call, alike))]
+        yield [("other resolution", redrawn(*inputs)) for inputs in ((few, stretched), (few, alike), (call, alike))]
     for old in [t.shape[1] for t in tensors if t.ndim == (3 if t.is_floating_point() else 2) and t.shape[1] > 1][:1]:
         longer, shorter = (partial(_other_length, old=old, new=new) for new in (old + _step(old), old // 2))
-        yield [("other length", _random(*inputs)) for inputs in ((few, longer), (few, shorter), (call, longer))]
+        yield [("other length", redrawn(*inputs)) for inputs in ((few, longer), (few, shorter), (call, longer))]
 
 
 def _other_resolution(tensor: Tensor, last: int) -> Tensor:
@@ -294,14 +294,14 @@ def _other_resolution(tensor: Tensor, last: int) -> Tensor:
     for dim in range(2, tensor.ndim):
         size = tensor.shape[dim]
         change = _step(size) * (last if dim == tensor.ndim - 1 else 1)
-        tensor = _resized(tensor, dim, size - change if size > 4 * _step(size) else size + change)
+        tensor = resized(tensor, dim, size - change if size > 4 * _step(size) else size + change)
     return tensor
 
 
 def _other_length(tensor: Tensor, old: int, new: int) -> Tensor:
     """(N, T), (N, T, C) and masks (N, 1, T, T) with another T."""
     for dim in range(1, tensor.ndim):
-        tensor = _resized(tensor, dim, new) if tensor.shape[dim] == old else tensor
+        tensor = resized(tensor, dim, new) if tensor.shape[dim] == old else tensor
     return tensor
 
 
@@ -309,15 +309,15 @@ def _step(size: int) -> int:
     return math.gcd(size, 32)  # multiples of 32 stay multiples of 32, and so do those of 16, 8, 4 and 2
 
 
-def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
+def resized(tensor: Tensor, dim: int, size: int) -> Tensor:
     """Cut, or repeated from the start."""
     places = torch.arange(size, device=tensor.device) % tensor.shape[dim] if tensor.ndim else None
     return tensor if places is None else tensor.index_select(dim, places)
 
 
-def _random(call: Call, reshape: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Call:
+def redrawn(call: Call, reshape: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Call:
     generator = torch.Generator().manual_seed(0)
-    return _map_tensors(call, lambda tensor: _random_like(reshape(tensor), generator))
+    return map_tensors(call, lambda tensor: _random_like(reshape(tensor), generator))
 
 
 def _random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -334,11 +334,11 @@ def _random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.empty_like(tensor).copy_(values)
 
 
-def _tensors_in(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _map_tensors(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
+def map_tensors(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
     """The new tensors are leaves, for only leaves can be copied, and keep requires_grad: forces are -dE/dx."""
     mapped: Call = pytree.tree_map_only(
         Tensor, lambda tensor: change(tensor.detach()).detach().requires_grad_(tensor.requires_grad), call
@@ -347,7 +347,7 @@ def _map_tensors(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
 
 
 @contextlib.contextmanager
-def _isolated(model: nn.Module) -> Iterator[None]:
+def isolated(model: nn.Module) -> Iterator[None]:
     """Eager, without autocast, and with the caller's random numbers left alone."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model), device_type="cuda"))

@@ -7,21 +7,31 @@ import sys
 import typer
 
 from ..errors import SqueezeError
+from .bench import bench
+from .demo import demo
+from .inspect import inspect
+from .report import report
 from .run import run
+from .squeeze import squeeze
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
-app.command()(run)
+for _command in (squeeze, inspect, bench, run, report, demo):
+    app.command()(_command)
 
 
 @app.callback()
 def _squeeze_release() -> None:
-    """Make pruned networks really smaller, without changing what they compute."""
+    """Make pruned networks really smaller, without changing what they compute.
+
+    Every command ends with 0 when all went well, 1 after an error (which says what to do about it), and 2 for wrong
+    arguments. Results go to stdout, progress to stderr.
+    """
 
 
 def main() -> None:
-    """Errors on purpose print as they are and end with 1; wrong arguments end with 2."""
+    """Errors on purpose print as they are and end with 1, and so do files that cannot be written."""
     try:
         app()
-    except SqueezeError as error:
+    except (SqueezeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -129,6 +129,15 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Archive]:
         yield Archive(file, contents)
 
 
+def is_ours(path: str) -> bool:
+    """Whether `write` made this file, as far as its header says so."""
+    try:
+        metadata = _metadata(path)
+    except Misfit:
+        return False
+    return isinstance(metadata, dict) and _KEY in metadata
+
+
 def _metadata(path: str) -> Any:
     """What stands in the header beside the tensors. safetensors would let names come twice."""
     with open(path, "rb") as file:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..modules.state import KeepsFloat64
-from ..record import RECORD, Record, Structure, structure_of
+from ..record import Structure, put_record, structure_of
 from ..rewrite import swap
 from .archive import Archive, Misfit
 from .network import Slot, join, like, slots, widest
@@ -33,9 +33,7 @@ def rebuild(model: nn.Module, archive: Archive) -> nn.Module:
     _fill(model, archive, known | contents["stand_ins"].keys())
     for path, module in model.named_modules(remove_duplicate=False):
         check_module(module, path, full)
-    vars(model)[RECORD] = Record(
-        full=full, changed={path: sorted(pairs) for path, pairs in contents["numbers"].items()}
-    )
+    put_record(model, {"full": full, "changed": {path: sorted(pairs) for path, pairs in contents["numbers"].items()}})
     return model
 
 
