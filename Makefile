@@ -42,8 +42,9 @@ format: $(STAMP) ## let ruff rewrite what `make lint` would complain about
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
 
-docs: $(STAMP) ## write docs/rules from the docstrings of the rules
+docs: $(STAMP) ## write docs/rules from the docstrings of the rules, and build the site
 	$(BIN)/python docs/rule_pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fuzz: $(STAMP) ## N random networks with random masks, on J processes (N=2000, J=2)
 	$(BIN)/python tests/fuzz.py $(N) --jobs $(J)
@@ -55,5 +56,5 @@ scale: $(STAMP) ## memory and seconds of Llama-shaped models up to 1B parameters
 	$(BIN)/python benchmarks/llama_scale.py
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -50,10 +50,17 @@ def main() -> None:
 def pages() -> dict[str, str]:
     """File name -> text of every page."""
     families = {path.stem: _module(path.stem) for path in sorted(SOURCES.glob("*.py")) if path.stem != "__init__"}
-    result = {f"{name}.md": _page(module) for name, module in families.items()}
-    rows = [f"| [{name}]({name}.md) | {_headline(module)} | {_names(module)} |" for name, module in families.items()]
+    result = {_file(name): _page(module) for name, module in families.items()}
+    rows = [
+        f"| [{name}]({_file(name)}) | {_headline(module)} | {_names(module)} |" for name, module in families.items()
+    ]
     foot = FOOT.format("src/squeeze_release/rules")
     return {"README.md": "\n".join([INTRODUCTION + rows[0], *rows[1:], "", foot, ""]), **result}
+
+
+def _file(name: str) -> str:
+    """On a site index.md would be the front page of the folder, which is README.md."""
+    return "indexing.md" if name == "index" else f"{name}.md"
 
 
 def _module(name: str) -> ModuleType:
@@ -124,7 +131,7 @@ def _covers(cls: type[Rule], ops: list[str]) -> str:
 
 
 def _place(base: type, seen_from: type) -> str:
-    page = base.__module__.rpartition(".")[2] + ".md" if base.__module__ != seen_from.__module__ else ""
+    page = _file(base.__module__.rpartition(".")[2]) if base.__module__ != seen_from.__module__ else ""
     return f"{page}#{base.__name__.lower()}"
 
 

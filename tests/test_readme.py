@@ -6,31 +6,45 @@ import contextlib
 import io
 import re
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from squeeze_release import cli
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("cycle", "store", "export", "command_line"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^(\$ )?squeeze-release (.*)$", re.MULTILINE)  # with a prompt it is run
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_run_and_print_the_text_blocks_that_follow_them(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def with_blocks(language: str) -> list[Path]:
+    return [page for page in PAGES if any(block[1] == language for block in FENCE.finditer(page.read_text("utf-8")))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the blocks of one page leave their files; modules that they write there are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("page", with_blocks("python"), ids=lambda page: page.name)
+def test_python_blocks_run_and_print_the_text_blocks_that_follow_them(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    blocks = list(FENCE.finditer(text))
     namespace: dict[str, Any] = {"__name__": "readme"}
     printed = None
-    ran = 0
-    for block in blocks:
+    for block in FENCE.finditer(text):
         language, body = block.groups()
         if language == "python":
             line = text.count("\n", 0, block.start(2))
@@ -38,15 +52,15 @@ def test_python_blocks_run_and_print_the_text_blocks_that_follow_them(
             with contextlib.redirect_stdout(io.StringIO()) as stdout:
                 exec(code, namespace)
             printed = stdout.getvalue()
-            ran += 1
         elif language == "console":
-            for command in re.findall(r"^\$ squeeze-release (.*)$", body, re.MULTILINE):
-                assert CliRunner().invoke(cli.app, shlex.split(command), catch_exceptions=False).exit_code == 0
+            for prompt, command in COMMAND.findall(body):
+                if prompt:
+                    done = CliRunner().invoke(cli.app, shlex.split(command, comments=True), catch_exceptions=False)
+                    assert done.exit_code == 0, done.output
         elif language == "text":
             assert printed is not None, "a ```text block shows what the ```python block before it prints"
             assert _comparable(printed) == _comparable(body)
             printed = None
-    assert ran
 
 
 def _comparable(text: str) -> list[str]:
@@ -54,3 +68,21 @@ def _comparable(text: str) -> list[str]:
     text = re.sub(r"\d\.\de-\d\d", "<rounding>", text)
     text = re.sub(r"\d+\.\d s\b", "<seconds>", text)
     return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("page", with_blocks("console"), ids=lambda page: page.name)
+def test_commands_have_the_arguments_that_they_are_shown_with(page: Path) -> None:
+    """Those too that take a large model or hours, and are not run."""
+    group = typer.main.get_command(cli.app)
+    for _, body in FENCE.findall(page.read_text(encoding="utf-8")):
+        for _, line in COMMAND.findall(body):
+            name, *arguments = shlex.split(line, comments=True)
+            command = group.commands[name]  # type: ignore[attr-defined]
+            with command.make_context(name, arguments):
+                pass
+
+
+def test_the_first_example_of_the_readme_has_ten_lines() -> None:
+    first = FENCE.search((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert first is not None and first[1] == "python"
+    assert len([line for line in first[2].splitlines() if line.strip()]) == 10

@@ -25,22 +25,33 @@ JUDGED = ("at once", "after training")
 class Config:
     """What a run does. The defaults are the paper's, for its fully connected network.
 
-    mode: "squeeze-release"; or "baseline", which only prunes, with one mask that accumulates, and squeezes at the end.
-    train_epochs: of the unpruned network, before the first cycle.
-    prune_epochs, epochs_an_update: the length of a cycle's pruning, and how many of them an update takes.
-    judged: an update is judged "at once", before any training, so that cycles are many and gentle; or "after training"
-        for its epochs, so that they are few and deep.
-    schedule, last_ratio: "cubic" or "linear", from all of the cycle's weights to this part of them.
-    threshold, max_drop: an update after which the validation accuracy is below the one, or has fallen by more than the
-        other, is undone and ends the cycle's pruning; if it is the cycle's first, the run ends.
-    finetune_epochs, final_epochs: after each squeeze, and at the very end.
-    max_cycles: the run ends after so many.
-    score: |grad * weight| on the "last" batch, or its "mean" over the epoch.
-    finish_units: above 0, prefers weights of rows and columns that are nearly dead; see `prune.toward_dead_units`.
-    conv, joint, skip: what may go, in which units; see `prune.find_targets`.
-    release_scale, release_pool: see `release`.
-    rules: see `squeeze`.
-    min_accuracy: the result is the smallest network whose validation accuracy is at least this; None for the last one.
+    Attributes:
+        mode: "squeeze-release"; or "baseline", which only prunes, with one mask that accumulates, and squeezes at the
+            end.
+        train_epochs: of the unpruned network, before the first cycle.
+        prune_epochs: the length of a cycle's pruning.
+        epochs_an_update: how many of these one update takes.
+        judged: an update is judged "at once", before any training, so that cycles are many and gentle; or "after
+            training" for its epochs, so that they are few and deep.
+        schedule: "cubic" or "linear", from all of the cycle's weights to `last_ratio` of them.
+        last_ratio: the part of them that a whole cycle would leave.
+        threshold: an update after which the validation accuracy is below this is undone and ends the cycle's pruning;
+            if it is the cycle's first, the run ends.
+        max_drop: so is an update after which it has fallen by more than this.
+        finetune_epochs: after each squeeze.
+        final_epochs: at the very end.
+        max_cycles: the run ends after so many.
+        score: |grad * weight| on the "last" batch, or its "mean" over the epoch.
+        finish_units: above 0, prefers weights of rows and columns that are nearly dead; see `prune.toward_dead_units`.
+        conv: in which units weights of convolutions go; see `prune.find_targets`.
+        joint: rows of q, k and v go together; see `prune.find_targets`.
+        skip: names of modules that are left alone.
+        release_scale: see `release`.
+        release_pool: see `release`.
+        rules: of every squeeze; see `squeeze`.
+        min_accuracy: the result is the smallest network whose validation accuracy is at least this; None for the last
+            one.
+        seed: of every draw and of every epoch's shuffling.
     """
 
     mode: str = "squeeze-release"

@@ -14,8 +14,8 @@ _NAMES = {"train": "training", "prune": "pruning", "finetune": "fine-tuning", "f
 class Bars:
     """A listener that draws: a bar for the phase, with accuracy and weights alive, and a line for every cycle.
 
-    with Bars() as bars:
-        sr.cycle(..., listeners=[bars])
+        with Bars() as bars:
+            sr.cycle(..., listeners=[bars])
 
     Where there is no terminal, as in CI, only the lines are printed.
     """
