@@ -66,6 +66,8 @@ def _outside(item: Any) -> Iterator[str]:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links between files of the repository become links between those of the site."""
     uri = page.file.src_uri
+    if page.parent is None:  # alone under its tab: the column for its neighbours would be empty
+        page.meta.setdefault("hide", ["navigation"])
 
     def on_site(link: re.Match[str]) -> str:
         target = resolved(link[0], uri)

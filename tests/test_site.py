@@ -104,6 +104,20 @@ def test_pictures_share_one_style_and_are_drawn_into_the_page(picture: Path, sit
         assert f"images/{picture.name}" not in built and 'class="picture"' in built
 
 
+def test_pictures_have_the_colours_of_the_report_page_in_light_and_dark() -> None:
+    """In the file they follow the browser, on the site its switch."""
+    drawn = _colours(next((DOCS / "images").glob("*.svg")), r"\.picture \{")
+    assert len(drawn) == 2 and drawn == _colours(DOCS / "theme/site.css", r"\.picture \{")
+    for mine, page in zip(drawn, _colours(ROOT / "src/squeeze_release/page/style.css", r":root \{"), strict=True):
+        del mine["noise"]  # which the page has no use for
+        assert mine.items() <= page.items()
+
+
+def _colours(file: Path, start: str) -> list[dict[str, str]]:
+    blocks = re.findall(start + r"([^}]*--paper[^}]*)\}", file.read_text(encoding="utf-8"))
+    return [dict(re.findall(r"--(\w+): (#\w+)", block)) for block in blocks]
+
+
 def _style(picture: Path) -> str:
     found = re.search(r"<style>.*?</style>", picture.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
