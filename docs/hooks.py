@@ -59,7 +59,7 @@ def _outside(item: Any) -> Iterator[str]:
     if isinstance(item, list | dict):
         for each in item.values() if isinstance(item, dict) else item:
             yield from _outside(each)
-    elif not (DOCS / item).exists():
+    elif not (DOCS / item).exists() and (ROOT / item).exists():
         yield item
 
 
@@ -81,8 +81,10 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def on_page_content(content: str, page: Page, **_: Any) -> str:
     def drawn(image: re.Match[str]) -> str:
-        svg = (origin(page.file.src_uri).parent / html.unescape(image[2])).read_text(encoding="utf-8")
-        named = svg.replace("<svg ", f'<svg role="img" aria-label="{image[1]}" ', 1)
+        file = origin(page.file.src_uri).parent / html.unescape(image[2])
+        if not file.is_file():  # mkdocs has said so
+            return image[0]
+        named = file.read_text(encoding="utf-8").replace("<svg ", f'<svg role="img" aria-label="{image[1]}" ', 1)
         return f'<span class="drawn">{named}</span>'
 
     return PICTURE.sub(drawn, content)
