@@ -147,10 +147,10 @@ class SqueezeReleaseCallback(Callback):
             self._resumed = None
         self._guest = guest
         given = self._given(pl_module)
-        if given is None:
-            self._watch = Watch(model)
-        else:
+        if given is not None:
             guest.take_inputs(given)
+        elif not guest.knows_inputs:
+            self._watch = Watch(model)
 
     def _given(self, pl_module: Any) -> Call | None:
         if self.example_inputs is not None:

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..cycle import Config
 from ..cycle.directory import check_same, like, under, with_points
@@ -50,6 +51,12 @@ def pack(guest: Guest, **more: Any) -> Resumed:
     if guest.state.structure:
         file = (guest.directory.path / guest.state.structure).read_bytes()
         tensors["network"] = torch.frombuffer(bytearray(file), dtype=torch.uint8)
+    spec, others = None, None
+    if guest.state.phase == "squeeze" and guest.knows_inputs:  # before the next batch, from which they could be taken
+        leaves, tree = pytree.tree_flatten((guest.example_inputs, guest.kwargs))
+        tensors |= {f"example.{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        spec = pytree.treespec_dumps(tree)
     metrics = guest.directory.path / "metrics.jsonl"
     about = {
         "config": asdict(guest.config),
@@ -57,6 +64,7 @@ def pack(guest: Guest, **more: Any) -> Resumed:
         "metrics": metrics.stat().st_size if metrics.exists() else 0,
         "steps": guest.steps,
         "updating": guest.before is not None,
+        "example": [spec, others] if spec else None,
         **more,
     }
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -75,6 +83,10 @@ def unpack(guest: Guest, resumed: Resumed) -> None:
     if about["updating"]:
         weights, masks = ({name: t.to(device) for name, t in under(part, tensors).items()} for part in _BEFORE)
         guest.before = weights, masks
+    if about["example"]:
+        spec, others = about["example"]
+        leaves = [tensors.get(f"example.{i}", other) for i, other in enumerate(others)]
+        guest.take_inputs(pytree.tree_unflatten(leaves, pytree.treespec_loads(spec)))
     if state.structure:
         (guest.directory.path / state.structure).write_bytes(_bytes(tensors["network"]))
     metrics = guest.directory.path / "metrics.jsonl"

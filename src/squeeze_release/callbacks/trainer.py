@@ -91,7 +91,7 @@ class SqueezeReleaseTrainerCallback(TrainerCallback):
         self._guest = guest
         if self.example_inputs is not None:
             guest.take_inputs(as_call(self.example_inputs))
-        else:
+        elif not guest.knows_inputs:
             self._watch = Watch(model, {*FOR_THE_LOSS, *(args.label_names or ())})
 
     def _check(self, args: Any, state: Any, model: Any) -> None:
