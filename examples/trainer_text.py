@@ -10,15 +10,22 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 import squeeze_release as sr
 from squeeze_release.callbacks import SqueezeReleaseTrainerCallback
 
 CONFIG = sr.CycleConfig(
     train_epochs=3,  # before any weight goes
-    prune_epochs=5,  # a cycle's pruning
-    finetune_epochs=2,  # after each squeeze
+    prune_epochs=4,  # a cycle's pruning
+    finetune_epochs=1,  # after each squeeze
     max_cycles=1,
     final_epochs=1,
     last_ratio=0.1,
@@ -61,14 +68,16 @@ def main() -> dict[str, Any]:
         trainer = Trainer(
             model,
             TrainingArguments(
-                folder, num_train_epochs=20, per_device_train_batch_size=64, learning_rate=3e-3, use_cpu=True,
-                save_strategy="no", report_to=[], disable_tqdm=True, logging_strategy="no",
+                folder, num_train_epochs=20, per_device_train_batch_size=64, per_device_eval_batch_size=512,
+                learning_rate=3e-3, use_cpu=True, save_strategy="no", logging_strategy="no", report_to=[],
+                disable_tqdm=True,
             ),
             train_dataset=Words(1024, 1),
             eval_dataset=Words(512, 2),
             compute_metrics=accuracy,
             callbacks=[callback],
         )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
 
     summary = callback.summary

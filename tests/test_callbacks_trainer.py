@@ -129,21 +129,19 @@ def test_gradients_that_are_accumulated_are_scored_whole(tmp_path: Path) -> None
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("changes", [{}, {"judged": "at once"}], ids=str)
-def test_training_that_is_resumed_ends_as_if_it_had_not_been_stopped(changes: dict[str, Any], tmp_path: Path) -> None:
-    config = replace(CONFIG, **changes)
+# In a pruning epoch, before the squeeze, in the second pruning.
+@pytest.mark.parametrize("judged, steps", [("after training", (20, 40, 76)), ("at once", (20, 40))])
+def test_training_that_is_resumed_ends_as_if_it_had_not_been_stopped(
+    judged: str, steps: tuple[int, ...], tmp_path: Path
+) -> None:
+    config = replace(CONFIG, judged=judged)
     whole = SqueezeReleaseTrainerCallback(config, "accuracy")
-    saves = {"save_strategy": "steps", "save_steps": 4}  # twice an epoch: in its middle too
-    model = train(whole, tmp_path / "whole", **saves)
-    for step in (20, 40, 44, 76):  # in a pruning epoch, before the squeeze, in the fine-tuning, in the second pruning
-        folder, again, fresh = (
-            tmp_path / "whole" / f"checkpoint-{step}",
-            Model(),
-            SqueezeReleaseTrainerCallback(config, "accuracy"),
-        )
-        fresh.resume(again, folder)
-        train(fresh, tmp_path / "again", model=again, resume=folder)
-        assert same_weights(again, model) and fresh.points == whole.points
+    model = train(whole, tmp_path / "whole", save_strategy="steps", save_steps=4)  # twice an epoch: in its middle too
+    for step in steps:
+        again, callback = Model(), SqueezeReleaseTrainerCallback(config, "accuracy")
+        callback.resume(again, tmp_path / "whole" / f"checkpoint-{step}")
+        train(callback, tmp_path / "again", model=again, resume=tmp_path / "whole" / f"checkpoint-{step}")
+        assert same_weights(again, model) and callback.points == whole.points
 
 
 def test_what_cannot_be_resumed_says_so(tmp_path: Path) -> None:

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "cycle.md"]
+LIGHTNINGS_OWN = [
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*GPU available but not used.*"),
+]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "cycle.md",
+    pytest.param(ROOT / "docs" / "callbacks.md", marks=LIGHTNINGS_OWN),
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

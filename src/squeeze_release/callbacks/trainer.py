@@ -60,6 +60,7 @@ class SqueezeReleaseTrainerCallback(TrainerCallback):
         self._guest: Guest | None = None
         self._resumed: Resumed | None = None
         self._watch: Watch | None = None
+        self._save_later = False
 
     @property
     def points(self) -> tuple[Point, ...]:
@@ -129,9 +130,16 @@ class SqueezeReleaseTrainerCallback(TrainerCallback):
             call, self._watch = self._watch.seen("let compute_loss call the model"), None
             self._running().take_inputs(call)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """A checkpoint after an epoch's last step waits for the epoch's end: training would go on after that."""
+        if control.should_save and abs(state.epoch - round(state.epoch)) < 1e-6:
+            control.should_save, self._save_later = False, True
+        return control
+
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         self._running().training_ends()
         control.should_evaluate = True
+        control.should_save, self._save_later = control.should_save or self._save_later, False
         return control
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> Any:
