@@ -29,7 +29,7 @@ def checkpoints(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder, "{epoch:02}", save_top_k=-1)
 
 
-@pytest.mark.parametrize("changes", [{}, {"judged": "at once"}, {"epochs_an_update": 2}, {"mode": "baseline"}], ids=str)
+@pytest.mark.parametrize("changes", [{"judged": "at once"}, {"epochs_an_update": 2}, {"mode": "baseline"}], ids=str)
 def test_a_fit_that_is_resumed_ends_as_if_it_had_not_been_stopped(changes: dict[str, Any], tmp_path: Path) -> None:
     config, lines = replace(CONFIG, **changes), Lines()
     whole = SqueezeReleaseCallback(config, "val_acc", run_dir=tmp_path / "whole", listeners=[lines])
@@ -66,6 +66,36 @@ def test_a_checkpoint_is_tested_in_a_new_module(tmp_path: Path) -> None:
     runner = trainer(SqueezeReleaseCallback(CONFIG, "val_acc"))
     (result,) = runner.validate(Module(), data()[1], ckpt_path=str(tmp_path / "epoch=11.ckpt"), verbose=False)
     assert callback.summary is not None and result["val_acc"] == pytest.approx(callback.summary["accuracy"])
+
+
+def test_a_cycle_that_was_over_is_not_begun_again(tmp_path: Path) -> None:
+    callback = SqueezeReleaseCallback(CONFIG, "val_acc")
+    module = fit(callback, checkpoints(tmp_path), enable_checkpointing=True)
+    again = SqueezeReleaseCallback(CONFIG, "val_acc")
+    resumed = fit(again, ckpt_path=tmp_path / "epoch=11.ckpt")
+    assert again.points == callback.points and again.summary is not None
+    assert [p.shape for p in resumed.parameters()] == [p.shape for p in module.parameters()]
+
+
+class Loads(Module):
+    """Has something to say about checkpoints itself."""
+
+    loaded = 0
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded += 1
+
+
+def test_nothing_is_left_on_the_module(tmp_path: Path) -> None:
+    first, module = SqueezeReleaseCallback(CONFIG, "val_acc"), Loads()
+    fit(first, checkpoints(tmp_path), module=Loads(), enable_checkpointing=True, max_epochs=7)
+    fit(SqueezeReleaseCallback(CONFIG, "val_acc"), module=module, ckpt_path=tmp_path / "epoch=06.ckpt", max_epochs=8)
+    assert module.loaded == 1 and "on_load_checkpoint" not in vars(module)
+    broken = Module()
+    with pytest.raises(sr.InputError):
+        fit(SqueezeReleaseCallback(CONFIG, "val_acc"), module=broken, limit_val_batches=0)
+    for each in (module, broken):
+        assert "on_load_checkpoint" not in vars(each) and not each._forward_pre_hooks
 
 
 def test_what_cannot_be_resumed_says_so(tmp_path: Path) -> None:
@@ -136,7 +166,7 @@ def test_loops_that_do_not_evaluate(arguments: dict[str, Any], said: str) -> Non
 
 def test_several_validations_an_epoch_are_fine_if_one_is_at_its_end() -> None:
     callback = SqueezeReleaseCallback(replace(CONFIG, max_cycles=1, judged="at once"), "val_acc")
-    fit(callback, val_check_interval=0.5, limit_train_batches=4)
+    fit(callback, val_check_interval=0.5, limit_train_batches=4, precision="bf16-mixed")
     assert callback.summary is not None and callback.summary["deployable_params"] < 1076
 
 

@@ -56,11 +56,12 @@ def train(
     callback: Any, folder: Path, *others: Any, model: nn.Module | None = None, resume: Any = None, **arguments: Any
 ) -> nn.Module:
     model = model or Model()
+    evaluated = arguments.pop("eval_dataset", Points(256, 2))
     given = {"num_train_epochs": 40, "per_device_train_batch_size": 64, "per_device_eval_batch_size": 256}
     given |= {"learning_rate": 0.01, "use_cpu": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
     settings = TrainingArguments(folder, **(given | {"logging_strategy": "no"} | arguments))
     trainer = Trainer(
-        model, settings, train_dataset=Points(512, 1), eval_dataset=Points(256, 2), compute_metrics=accuracy,
+        model, settings, train_dataset=Points(512, 1), eval_dataset=evaluated, compute_metrics=accuracy,
         callbacks=[callback, *others],
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
@@ -129,8 +130,8 @@ def test_gradients_that_are_accumulated_are_scored_whole(tmp_path: Path) -> None
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-# In a pruning epoch, before the squeeze, in the second pruning.
-@pytest.mark.parametrize("judged, steps", [("after training", (20, 40, 76)), ("at once", (20, 40))])
+# In a pruning epoch, before the squeeze; in the second pruning.
+@pytest.mark.parametrize("judged, steps", [("after training", (20, 40)), ("at once", (76,))])
 def test_training_that_is_resumed_ends_as_if_it_had_not_been_stopped(
     judged: str, steps: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -174,6 +175,13 @@ def test_metrics_that_are_not_there(tmp_path: Path) -> None:
         SqueezeReleaseTrainerCallback(CONFIG, "eval_loss")
 
 
+def test_one_of_several_sets_of_data_decides(tmp_path: Path) -> None:
+    lines, sets = Lines(), {"a": Points(64, 2), "b": Points(256, 2)}
+    callback = SqueezeReleaseTrainerCallback(replace(CONFIG, max_cycles=1), "b_accuracy", listeners=[lines])
+    train(callback, tmp_path, eval_dataset=sets, num_train_epochs=3)
+    assert all((line["accuracy"] * 256).is_integer() for line in lines.of("epoch")) and len(lines.of("epoch")) == 3
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -185,6 +193,11 @@ def test_metrics_that_are_not_there(tmp_path: Path) -> None:
 def test_arguments_that_cannot_work(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(sr.InputError, match=said):
         train(SqueezeReleaseTrainerCallback(CONFIG, "accuracy"), tmp_path, **arguments)
+
+
+def test_training_without_evaluation_data_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="eval_dataset"):  # the Trainer's own
+        train(SqueezeReleaseTrainerCallback(CONFIG, "accuracy"), tmp_path, eval_dataset=None)
 
 
 def test_several_devices_are_refused() -> None:

@@ -128,7 +128,7 @@ class Guest(Subject):
                 judge(self, accuracy)
                 if self.state.phase == "prune" and self.state.epoch >= config.prune_epochs:
                     self.enter("squeeze")
-        else:
+        elif phase != "done":
             totals = {"train": config.train_epochs, "finetune": config.finetune_epochs, "final": config.final_epochs}
             self.state = replace(self.state, accuracy=accuracy)
             self.log_epoch(totals[phase], accuracy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ class SqueezeReleaseCallback(Callback):
         self._guest: Guest | None = None
         self._resumed: Resumed | None = None
         self._watch: Watch | None = None
-        self._loading: Any = None
+        self._undo: Callable[[], None] | None = None
 
     @property
     def points(self) -> tuple[Point, ...]:
@@ -83,8 +83,24 @@ class SqueezeReleaseCallback(Callback):
         if stage == "fit":
             self._check(trainer, pl_module)
             self._guest, self._resumed, self.summary = None, None, None
-        # Lightning loads the weights before it asks the callbacks: the module must have its widths by then.
-        self._loading = pl_module.register_load_state_dict_pre_hook(lambda *_: self._narrow(trainer, pl_module))
+        self._narrow_on_load(pl_module)
+
+    def _narrow_on_load(self, pl_module: Any) -> None:
+        """Lightning loads the weights before it asks callbacks, and asks the module before that: so we ask along."""
+        asked, own = pl_module.on_load_checkpoint, vars(pl_module).get("on_load_checkpoint")
+
+        def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
+            resumed = from_state(checkpoint.get("callbacks", {}).get(self.state_key, {}))
+            if resumed:
+                narrow(self._part(pl_module), resumed)
+            asked(checkpoint)
+
+        def undo() -> None:
+            vars(pl_module).pop("on_load_checkpoint", None)
+            if own is not None:
+                pl_module.on_load_checkpoint = own
+
+        pl_module.on_load_checkpoint, self._undo = on_load_checkpoint, undo
 
     def _check(self, trainer: Any, pl_module: Any) -> None:
         check_model(pl_module)
@@ -115,21 +131,8 @@ class SqueezeReleaseCallback(Callback):
             raise refused(f"the module has no part {self.network!r}", "network", remedy) from None
         return part
 
-    def _narrow(self, trainer: Any, pl_module: Any) -> None:
-        self._forget_loading()
-        if trainer.ckpt_path:
-            states = trainer.strategy.load_checkpoint(trainer.ckpt_path).get("callbacks", {})
-            resumed = from_state(states.get(self.state_key, {}))
-            if resumed:
-                narrow(self._part(pl_module), resumed)
-
-    def _forget_loading(self) -> None:
-        if self._loading is not None:
-            self._loading.remove()
-            self._loading = None
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._forget_loading()
+        self._clean_up()
         if not sum(trainer.num_val_batches):
             raise refused(
                 "there is no validation data",
@@ -148,7 +151,7 @@ class SqueezeReleaseCallback(Callback):
         self._guest = guest
         given = self._given(pl_module)
         if given is not None:
-            guest.take_inputs(given)
+            guest.take_inputs(trainer.precision_plugin.convert_input(given))
         elif not guest.knows_inputs:
             self._watch = Watch(model)
 
@@ -207,10 +210,18 @@ class SqueezeReleaseCallback(Callback):
         self._resumed = from_state(state_dict)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._forget_loading()
+        self._clean_up()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Leave nothing on the module that a copy of it would take along."""
+        if self._undo is not None:
+            self._undo()
         if self._watch is not None:
             self._watch.close()
-            self._watch = None
+        self._undo, self._watch = None, None
 
 
 def _ends_epoch(trainer: Any) -> bool:

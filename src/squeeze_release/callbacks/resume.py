@@ -81,7 +81,8 @@ def unpack(guest: Guest, resumed: Resumed) -> None:
     guest.worth.sums.update(like(guest.model, under("sums.", tensors)))
     device = next(guest.model.parameters()).device
     if about["updating"]:
-        weights, masks = ({name: t.to(device) for name, t in under(part, tensors).items()} for part in _BEFORE)
+        parts = (under(part, tensors) for part in ("before.", "before_masks."))
+        weights, masks = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
         guest.before = weights, masks
     if about["example"]:
         spec, others = about["example"]
@@ -92,9 +93,6 @@ def unpack(guest: Guest, resumed: Resumed) -> None:
     metrics = guest.directory.path / "metrics.jsonl"
     if metrics.exists():
         os.truncate(metrics, min(about["metrics"], metrics.stat().st_size))
-
-
-_BEFORE = ("before.", "before_masks.")
 
 
 def check_config_of(resumed: Resumed, config: Config, where: str) -> None:
@@ -140,4 +138,4 @@ def from_state(state: Mapping[str, Any]) -> Resumed | None:
 
 
 def _bytes(network: Tensor) -> bytes:
-    return network.numpy().tobytes()
+    return network.cpu().numpy().tobytes()

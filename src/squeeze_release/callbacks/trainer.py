@@ -61,6 +61,7 @@ class SqueezeReleaseTrainerCallback(TrainerCallback):
         self._resumed: Resumed | None = None
         self._watch: Watch | None = None
         self._save_later = False
+        self._seen: set[str] = set()  # metrics, since the last batch
 
     @property
     def points(self) -> tuple[Point, ...]:
@@ -119,6 +120,14 @@ class SqueezeReleaseTrainerCallback(TrainerCallback):
     # ------------------------------------------------------------------------------------------------------- the epochs
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._running().waits:
+            raise InputError(
+                f"the evaluation gives no {self.metric!r}, but {', '.join(sorted(self._seen))}",
+                where="SqueezeReleaseTrainerCallback(metric=)",
+                consequence="it cannot be decided whether the update stands; the network is as it was trained",
+                remedy="let compute_metrics return it, or name a metric that it returns",
+            )
+        self._seen.clear()
         self._running().epoch_begins()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -146,13 +155,9 @@ class SqueezeReleaseTrainerCallback(TrainerCallback):
         guest = self._guest
         if guest is None or not guest.waits:
             return control  # in the middle of an epoch, or not in training
+        self._seen |= {*metrics}
         if self.metric not in metrics:
-            raise InputError(
-                f"the evaluation gives no {self.metric!r}, but {', '.join(sorted(metrics))}",
-                where="SqueezeReleaseTrainerCallback(metric=)",
-                consequence="it cannot be decided whether the update stands; the network is as it was trained",
-                remedy="let compute_metrics return it, or name a metric that it returns",
-            )
+            return control  # there may be several sets of data, one after the other
         guest.epoch_ends(check_accuracy(self.metric, float(metrics[self.metric])))
         control.should_training_stop = control.should_training_stop or guest.is_done
         return control
