@@ -75,7 +75,7 @@ def check_model(model: nn.Module) -> None:
             raise ModelError(
                 "its forward was replaced on the object (torch.compile, or by hand)",
                 where=name or type(model).__name__,
-                consequence="a copy would run the original's weights, and nothing could be checked; nothing was pruned",
+                consequence="a copy may run the original's weights, and nothing could be checked; nothing was pruned",
                 remedy="train without torch.compile (compile the small one afterwards); override forward in a class",
             )
 
@@ -95,7 +95,7 @@ def _by_accelerate(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def own_forward(model: nn.Module) -> Iterator[None]:
-    """Without accelerate's forward for mixed precision, which belongs to this object: a copy would run its weights."""
+    """Without accelerate's forward for mixed precision: what is traced and compared is what the model's code says."""
     own, names = vars(model), ("forward", "_original_forward") if _by_accelerate(model) else ()
     taken = {name: own.pop(name) for name in names if name in own}
     try:
