@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 import squeeze_release as sr
 from squeeze_release.callbacks import SqueezeReleaseCallback
+from squeeze_release.callbacks.guest import Guest
 from squeeze_release.callbacks.optimizer import rebind
+from squeeze_release.callbacks.resume import pack
 
 __all__ = ["pytestmark"]  # the same warnings
 
@@ -45,6 +48,30 @@ def test_a_fit_that_is_resumed_ends_as_if_it_had_not_been_stopped(changes: dict[
     assert len({sum(w.numel() for w in torch.load(f)["state_dict"].values()) for f in files}) >= (
         1 if "mode" in changes else 3
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpoint that ended before the epoch ended.*")  # Lightning begins it again
+@pytest.mark.parametrize("step", [28, 32])  # in an epoch, and after its last batch, before it is judged
+def test_from_the_middle_of_an_epoch_the_update_goes_on(step: int, tmp_path: Path) -> None:
+    within = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=4)
+    fit(SqueezeReleaseCallback(CONFIG, "val_acc"), within, enable_checkpointing=True, max_epochs=5)
+    lines = Lines()
+    callback = SqueezeReleaseCallback(CONFIG, "val_acc", listeners=[lines])
+    fit(callback, ckpt_path=tmp_path / f"step={step}.ckpt")
+    assert lines[0]["epoch"] == 3 and lines[0]["alive"] == round(960 * sr.prune.cubic(2 / 4, last=0.2))
+    assert [line["phase"] for line in lines.of("epoch")].count("prune") == 2 + 4
+    assert callback.summary is not None and callback.summary["cycles"] == 2
+
+
+def test_inputs_that_no_checkpoint_can_hold_are_asked_for() -> None:
+    module = Module()
+    guest = Guest(module, torch.optim.SGD(module.parameters(), 0.1), CONFIG)
+    guest.state = replace(guest.state, phase="squeeze")
+    guest.example_inputs, guest.kwargs = (torch.ones(2), object()), {}
+    assert json.loads(pack(guest).about)["example"] is None
+    guest.example_inputs = None
+    with pytest.raises(sr.InputError, match="could not hold the example inputs"):
+        guest.epoch_begins()
 
 
 def test_the_metrics_of_a_resumed_fit_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:

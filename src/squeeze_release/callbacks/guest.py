@@ -53,6 +53,7 @@ class Guest(Subject):
     ) -> None:
         super().__init__(None, config, RunDirectory(run_dir, config, resume, Devices()), listeners)
         self.optimizer = optimizer
+        self._started = time.perf_counter()
         self._open = False  # an epoch is under way
         self.waits = False  # its training is over, its accuracy is not known
         self.adopt(model)
@@ -95,10 +96,20 @@ class Guest(Subject):
         self._open = True
         self._started = time.perf_counter()
         if self.state.phase == "squeeze":
+            self._check_inputs()
             squeeze_step(self)
         if self.state.phase == "prune" and self.before is None:  # it is there in a resumed epoch, or an update's second
             begin_update(self)
             self.scored = None
+
+    def _check_inputs(self) -> None:
+        if not self.knows_inputs:
+            raise InputError(
+                "the checkpoint could not hold the example inputs, and a squeeze comes first",
+                where=f"cycle {self.state.cycle}",
+                consequence="there is nothing to squeeze the network with; it is as the checkpoint has it",
+                remedy="give example_inputs=",
+            )
 
     def step_comes(self, may_overflow: bool = False) -> None:
         """The optimizer is about to step, with gradients that are whole and not scaled."""

@@ -51,12 +51,10 @@ def pack(guest: Guest, **more: Any) -> Resumed:
     if guest.state.structure:
         file = (guest.directory.path / guest.state.structure).read_bytes()
         tensors["network"] = torch.frombuffer(bytearray(file), dtype=torch.uint8)
-    spec, others = None, None
-    if guest.state.phase == "squeeze" and guest.knows_inputs:  # before the next batch, from which they could be taken
-        leaves, tree = pytree.tree_flatten((guest.example_inputs, guest.kwargs))
-        tensors |= {f"example.{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        spec = pytree.treespec_dumps(tree)
+    example = None
+    if guest.state.phase == "squeeze":  # it comes before the next batch, from which inputs could be taken
+        example, inputs = _portable((guest.example_inputs, guest.kwargs))
+        tensors |= inputs
     metrics = guest.directory.path / "metrics.jsonl"
     about = {
         "config": asdict(guest.config),
@@ -64,11 +62,24 @@ def pack(guest: Guest, **more: Any) -> Resumed:
         "metrics": metrics.stat().st_size if metrics.exists() else 0,
         "steps": guest.steps,
         "updating": guest.before is not None,
-        "example": [spec, others] if spec else None,
+        "example": example,
         **more,
     }
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     return Resumed(json.dumps(about), whole)
+
+
+def _portable(call: Any) -> tuple[list[Any] | None, dict[str, Tensor]]:
+    """How it is nested and its plain values, for JSON, and its tensors; nothing if there are values of another kind."""
+    leaves, tree = pytree.tree_flatten(call)
+    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    if not all(other is None or type(other) in (bool, int, float, str) for other in others):
+        return None, {}
+    try:
+        spec = pytree.treespec_dumps(tree)
+    except NotImplementedError:  # nested in classes of the user's own
+        return None, {}
+    return [spec, others], {f"example.{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
 
 
 def unpack(guest: Guest, resumed: Resumed) -> None:
