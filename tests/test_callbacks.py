@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import squeeze_release as sr
 from squeeze_release.callbacks import SqueezeReleaseCallback
+from squeeze_release.page import write_page
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),  # Lightning's own
@@ -176,6 +177,8 @@ def test_the_whole_cycle(judged: str, tmp_path: Path) -> None:
     assert {file.name for file in (tmp_path / "run").iterdir()} == names | {
         f"cycle-00{i}.safetensors" for i in range(3)
     }
+    write_page(tmp_path / "page.html", run_dir=tmp_path / "run")
+    assert f"{summary['deployable_params']:,}" in (tmp_path / "page.html").read_text()
 
 
 def test_zeros_are_released_when_a_cycle_is_squeezed() -> None:
