@@ -39,6 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*")  # Lightning's own, all three
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+@pytest.mark.filterwarnings("ignore:.*GPU available but not used.*")
 @pytest.mark.parametrize("page", with_blocks("python"), ids=lambda page: page.name)
 def test_python_blocks_run_and_print_the_text_blocks_that_follow_them(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

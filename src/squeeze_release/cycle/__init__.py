@@ -2,7 +2,8 @@
 
 config.py      what a run does, where it is, what came out
 loop.py        read first: the steps and the order in which they come
-run.py         a run in progress: network, masks, optimizer, metrics
+subject.py     the network under way: masks, sizes, metrics
+run.py         a run in progress: how it is trained
 directory.py   its files, and how a run that was killed goes on
 devices.py     several devices, through Hugging Face Accelerate
 progress.py    bars, TensorBoard

@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,15 +59,7 @@ class RunDirectory:
             )
         if file.exists():
             found = json.loads(file.read_text())
-            other = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
-            if other:
-                changes = ", ".join(f"{name} {found.get(name)!r} there, {wanted.get(name)!r} here" for name in other)
-                raise InputError(
-                    f"the run in {self.path} has another configuration: {changes}",
-                    where="run_dir",
-                    consequence="the run was not resumed, nothing was overwritten",
-                    remedy="resume with the configuration it was started with, or give another folder",
-                )
+            check_same(found, wanted, f"the run in {self.path}", "run_dir")
         self.devices.wait()  # until all have looked
         if self.devices.is_main and not file.exists():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -128,27 +120,45 @@ class RunDirectory:
         about: dict[str, Any] = {"metrics": 0}
         if file.exists():
             about, tensors = _read(file)
-            state = State(**about["state"])
+            state = with_points(about["state"])
             if state.structure:
                 run.adopt(self.devices.place(self.load_network(run.origin, state.structure)))
-            run.state = _with_points(state)
-            run.model.load_state_dict(_under("model.", tensors))
-            run.masks.load_state(_under("masks.", tensors))
-            run.scored = _like(run.model, _under("scores.", tensors)) or None
+            run.state = state
+            run.model.load_state_dict(under("model.", tensors))
+            run.masks.load_state(under("masks.", tensors))
+            run.scored = like(run.model, under("scores.", tensors)) or None
             if about["optimizer"] is not None:
                 run.open_phase()
                 assert run.optimizer is not None
-                _unflatten(run.optimizer, about["optimizer"], _under("optimizer.", tensors))
+                _unflatten(run.optimizer, about["optimizer"], under("optimizer.", tensors))
         metrics = self.path / "metrics.jsonl"
         if self.devices.is_main and metrics.exists():
             os.truncate(metrics, about["metrics"])
         self.devices.wait()
 
-    def finish(self, run: Run, dense: nn.Module, summary: dict[str, Any]) -> None:
+    def finish(self, dense: nn.Module, summary: dict[str, Any]) -> None:
         if self.devices.is_main:
             save(dense, self.path / "final.safetensors")
             _write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
         self.devices.wait()
+
+
+def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], run: str, where: str) -> None:
+    """Raise an `InputError` that names the differences between two configurations."""
+    other = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+    if other:
+        changes = ", ".join(f"{name} {found.get(name)!r} there, {wanted.get(name)!r} here" for name in other)
+        raise InputError(
+            f"{run} has another configuration: {changes}",
+            where=where,
+            consequence="the run was not resumed, nothing was overwritten",
+            remedy="resume with the configuration it was started with, or begin another run",
+        )
+
+
+def with_points(state: Mapping[str, Any]) -> State:
+    """From JSON."""
+    return State(**{**state, "points": tuple(Point(**point) for point in state["points"])})
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -164,17 +174,12 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from error
 
 
-def _with_points(state: State) -> State:
-    points = tuple(Point(**point) for point in state.points)  # type: ignore[arg-type]
-    return replace(state, points=points)
-
-
-def _like(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def like(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """On the devices of the parameters of the same names."""
     return {name: tensor.to(model.get_parameter(name).device) for name, tensor in tensors.items()}
 
 
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

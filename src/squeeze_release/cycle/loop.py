@@ -4,6 +4,9 @@
 
 Every step does one thing: an epoch, a pruning update, a squeeze. Between two steps the whole state can go to disk, and
 every epoch draws from a seed of its own: a run that was killed goes on as if it never had been.
+
+What is decided between two epochs are functions of a `Subject`, so that other people's loops can drive it too: see
+`callbacks/guest.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from ..release import release
 from .config import SCHEDULES, Config, Evaluate, Listener, MakeOptimizer, Result, TrainEpoch
 from .devices import Devices
 from .directory import RunDirectory
-from .run import Run, seeded
+from .run import Run
+from .subject import Subject, seeded
 
 
 def cycle(
@@ -73,51 +77,67 @@ def train_step(run: Run) -> None:
         run.train(total)
         run.log_epoch(total, run.evaluate())
     else:
-        accuracy = run.evaluate()
-        run.record(0, accuracy)
-        run.enter("prune", accuracy=accuracy)
+        start_pruning(run, run.evaluate())
+
+
+def start_pruning(run: Subject, accuracy: float) -> None:
+    run.record(0, accuracy)
+    run.enter("prune", accuracy=accuracy)
 
 
 def prune_step(run: Run) -> None:
-    """Train for the epochs of an update, let weights go, and see whether the network stands it.
-
-    Judged after training, the weights go first, by what they were worth in the epochs before.
-    """
-    config, done = run.config, run.state.epoch
-    if done >= config.prune_epochs:
+    """Train for the epochs of an update, let weights go, and see whether the network stands it."""
+    if run.state.epoch >= run.config.prune_epochs:
         return run.enter("squeeze")
-    at_once, before, accuracy_before = config.judged == "at once", run.snapshot(), run.state.accuracy
-    if not at_once and run.scored is not None:
+    begin_update(run)
+    for _ in range(run.config.epochs_an_update):
+        run.train(run.config.prune_epochs)
+    end_training(run)
+    judge(run, run.evaluate())
+
+
+def begin_update(run: Subject) -> None:
+    """Judged after training, the weights go first, by what they were worth in the epochs before."""
+    run.before = run.snapshot()
+    if run.config.judged == "after training" and run.scored is not None:
         let_go(run, run.scored)
-    for _ in range(config.epochs_an_update):
-        run.train(config.prune_epochs)
-    scored = run.scores()
-    if at_once:
-        let_go(run, scored)
-    accuracy = run.evaluate()
+
+
+def end_training(run: Subject) -> None:
+    """Judged at once, they go now."""
+    run.scored = run.scores()
+    if run.config.judged == "at once":
+        let_go(run, run.scored)
+        run.scored = None
+
+
+def judge(run: Subject, accuracy: float) -> None:
+    config, before, accuracy_before = run.config, run.before, run.state.accuracy
     fell = accuracy_before is not None and accuracy < accuracy_before - config.max_drop
     undone = accuracy < config.threshold or fell
     run.log_epoch(config.prune_epochs, accuracy, undone=undone)
+    run.before = None
     if not undone:
-        run.state, run.scored = replace(run.state, accuracy=accuracy), None if at_once else scored
+        run.state = replace(run.state, accuracy=accuracy)
         return
+    assert before is not None
     run.restore(before)
-    first = 0 if at_once else config.epochs_an_update  # when the cycle's first weights went
-    run.enter("squeeze" if done > first else "final")
+    first = 0 if config.judged == "at once" else config.epochs_an_update  # when the cycle's first weights went
+    run.enter("squeeze" if run.state.epoch - config.epochs_an_update > first else "final")
 
 
-def let_go(run: Run, scored: dict[str, Tensor]) -> None:
+def let_go(run: Subject, scored: dict[str, Tensor]) -> None:
     elapsed = run.state.epoch / run.config.prune_epochs
     run.masks.prune(scored, SCHEDULES[run.config.schedule](elapsed, last=run.config.last_ratio))
 
 
-def squeeze_step(run: Run) -> None:
+def squeeze_step(run: Subject) -> None:
     """Squeeze and release. The baseline goes on with its masked network."""
     config, number, last = run.config, run.state.cycle, run.state.points[-1]
     if config.mode == "baseline":
         smaller = run.masks.alive < last.mask_alive
     else:
-        small = run.squeezed()
+        small = run.squeezed().model
         with seeded(config.seed, "release", number, 0):
             release(small, scale=config.release_scale, pool=config.release_pool)
         run.adopt(small, run.directory.save_network(small, number))
@@ -127,12 +147,16 @@ def squeeze_step(run: Run) -> None:
 
 def finetune_step(run: Run) -> None:
     """An epoch of fine-tuning; after the last one, the next cycle."""
-    total, number = run.config.finetune_epochs, run.state.cycle
+    total = run.config.finetune_epochs
     if run.state.epoch < total:
         run.train(total)
         run.log_epoch(total, run.evaluate())
-        return
-    accuracy = run.evaluate()
+    else:
+        end_cycle(run, run.evaluate())
+
+
+def end_cycle(run: Subject, accuracy: float) -> None:
+    number = run.state.cycle
     run.record(number, accuracy)
     if number < run.config.max_cycles:
         run.enter("prune", cycle=number + 1, accuracy=accuracy)

@@ -100,8 +100,12 @@ class AveragedScores:
     def __call__(self, model: nn.Module) -> Scores:
         """What was seen since the last call."""
         seen = {name: total.clone() for name, total in self.sums.items()}
-        torch._foreach_zero_(list(self.sums.values()))
+        self.forget()
         return seen
+
+    def forget(self) -> None:
+        if self.sums:
+            torch._foreach_zero_(list(self.sums.values()))
 
 
 @torch.no_grad()

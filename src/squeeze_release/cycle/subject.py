@@ -1,0 +1,196 @@
+"""A network in the cycle: its masks and sizes, where it is, what is said of it. Who trains it is left open."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..prune import Masks, Target, find_targets, toward_dead_units
+from ..squeeze import Squeezed, squeeze
+from ..trace import as_calls
+from .config import Config, Listener, Point, State
+from .directory import RunDirectory
+
+Snapshot = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+class Subject:
+    """What the steps of the loop work on. `state` is plain data; all else is rebuilt or read when a run is resumed."""
+
+    inplace = False  # squeeze the model itself, not a copy
+    model: nn.Module
+    masks: Masks
+    scored: dict[str, Tensor] | None = None  # what the weights were worth in the last epoch, if an update goes by it
+    before: Snapshot | None = None  # of the update that is under way
+
+    def __init__(
+        self,
+        example_inputs: Any,
+        config: Config,
+        directory: RunDirectory,
+        listeners: Sequence[Listener],
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.example_inputs, self.kwargs = example_inputs, kwargs
+        self.config, self.directory, self.devices, self.listeners = config, directory, directory.devices, listeners
+        self.state = State()
+        self.seconds = 0.0  # of the last epoch
+
+    # ------------------------------------------------------------------------------------------------------ the network
+
+    def adopt(self, model: nn.Module, structure: str = "") -> None:
+        """Go on with another network, all of whose weights are alive."""
+        self.model, self.scored, self.before = model, None, None
+        self.masks = Masks(model, self.targets(model))
+        self.state = replace(self.state, structure=structure)
+
+    def targets(self, model: nn.Module) -> list[Target]:
+        config = self.config
+        return find_targets(model, conv=config.conv, joint=config.joint, skip=config.skip)
+
+    def check_targets(self) -> None:
+        if not self.masks.targets:
+            raise InputError(
+                "there is no weight to prune",
+                where=type(self.model).__name__,
+                consequence="no run was started",
+                remedy="give a model with Linear or Conv layers, and let `skip` leave some of them",
+            )
+
+    def sizes(self, model: nn.Module | None = None) -> dict[str, int]:
+        model = model or self.model
+        weights = [model.get_parameter(name) for target in find_targets(model) for name in target.names]
+        return {
+            "mask_alive": sum(int(weight.count_nonzero()) for weight in weights),
+            "deployable_weights": sum(weight.numel() for weight in weights),
+            "deployable_params": sum(parameter.numel() for parameter in model.parameters()),
+        }
+
+    def snapshot(self) -> Snapshot:
+        weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        return weights, {name: units.clone() for name, units in self.masks.state().items()}
+
+    def restore(self, snapshot: Snapshot) -> None:
+        weights, masks = snapshot
+        self.model.load_state_dict(weights)
+        self.masks.load_state(masks)
+
+    def squeezed(self) -> Squeezed:
+        """The present network, squeezed, and how exact that was in the metrics."""
+        started, old = time.perf_counter(), self.model.eval()
+        outputs = self._outputs(old)
+        small, report = squeeze(old, self.example_inputs, self.kwargs, rules=self.config.rules, inplace=self.inplace)
+        error, difference = report.max_error or 0.0, _difference(outputs, self._outputs(small))
+        seconds = time.perf_counter() - started
+        self.state = replace(
+            self.state,
+            max_error=max(self.state.max_error, error),
+            max_difference=max(self.state.max_difference, difference),
+            seconds=self.state.seconds + seconds,
+        )
+        sizes = {"params_before": report.params_before, "params_after": report.params_after}
+        errors = {"max_error": error, "max_difference": difference}
+        self.log("squeeze", mask_alive=self.masks.alive, **sizes, **errors, seconds=seconds)
+        return Squeezed(small, report)
+
+    @torch.no_grad()
+    def _outputs(self, model: nn.Module) -> list[Tensor]:
+        """In the model's own dtype: what the paper compares."""
+        calls = as_calls(self.example_inputs, self.kwargs)
+        leaves = torch.utils._pytree.tree_leaves([model(*args, **kwargs) for args, kwargs in calls])
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+
+    # ----------------------------------------------------------------------------------------------------------- scores
+
+    def prunable(self) -> list[str]:
+        return [name for target in self.masks.targets for name in target.names]
+
+    def gathered(self) -> dict[str, Tensor]:
+        """What the weights were worth in the epochs since the last update."""
+        raise NotImplementedError
+
+    def scores(self) -> dict[str, Tensor]:
+        names, found = self.prunable(), self.gathered()
+        found = self.devices.average({name: found[name] for name in names})
+        return toward_dead_units(found, names, self.config.finish_units) if self.config.finish_units else found
+
+    # --------------------------------------------------------------------------------------------------------- progress
+
+    def enter(self, phase: str, **changes: Any) -> None:
+        self.scored = None
+        self.state = replace(self.state, phase=phase, epoch=0, **changes)
+
+    def log(self, event: str, **values: Any) -> None:
+        at = {"phase": self.state.phase, "cycle": self.state.cycle, "epoch": self.state.epoch}
+        line = {"event": event, **at, **values}
+        self.directory.log(line)
+        if self.devices.is_main:
+            for listener in self.listeners:
+                listener(line)
+
+    def log_epoch(self, total: int, accuracy: float, **values: Any) -> None:
+        sizes = {"alive": self.masks.alive, "weights": self.masks.total}
+        self.log("epoch", epochs=total, accuracy=accuracy, **sizes, seconds=self.seconds, **values)
+
+    def record(self, number: int, accuracy: float) -> None:
+        """A point of the curve, and its network on disk."""
+        point = Point(number, accuracy, **self.sizes())
+        self.state = replace(self.state, points=(*self.state.points, point))
+        self.directory.save_network(self.model, number)
+        self.log("cycle", **asdict(point))
+
+    def summary(self, dense: nn.Module, mask_alive: int, accuracy: float | None) -> dict[str, Any]:
+        """What came out, written to disk too."""
+        points, start = self.state.points, self.state.points[0]
+        summary = {
+            "accuracy": accuracy,
+            "validation_accuracy": self.state.accuracy,
+            **self.sizes(dense),
+            "mask_alive": mask_alive,
+            "cycles": points[-1].cycle,
+            "unpruned_weights": start.deployable_weights,
+            "unpruned_params": start.deployable_params,
+            "max_error": self.state.max_error,
+            "max_difference": self.state.max_difference,
+            "seconds": round(self.state.seconds, 3),
+        }
+        self.directory.finish(dense, summary)
+        return summary
+
+
+def _difference(one: list[Tensor], other: list[Tensor]) -> float:
+    """The largest of any output."""
+    return max((float((a - b).abs().max()) for a, b in zip(one, other, strict=True)), default=0.0)
+
+
+@contextlib.contextmanager
+def seeded(seed: int, *where: object) -> Iterator[None]:
+    """All random numbers in here follow from the run's seed and the place in the run, not from what came before.
+
+    Those drawn afterwards are what they would have been without.
+    """
+    number = int.from_bytes(hashlib.sha256(repr((seed, *where)).encode()).digest()[:4], "little")
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    numpy, ours = sys.modules.get("numpy"), random.getstate()
+    theirs = numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(number)
+        random.seed(number)
+        if numpy:
+            numpy.random.seed(number)
+        try:
+            yield
+        finally:
+            random.setstate(ours)
+            if numpy and theirs:
+                numpy.random.set_state(theirs)
