@@ -209,6 +209,21 @@ def test_a_run_that_breaks_goes_on_as_if_it_had_not(tmp_path: Path, part: int, c
     assert timeless[0] == timeless[1]
 
 
+def test_a_run_stops_after_its_time_and_goes_on(tmp_path: Path) -> None:
+    whole, stops = tiny.run(), 0
+    while True:
+        try:
+            result = tiny.run(run_dir=tmp_path / f"run{stops}", resume=True, stop_after=0.05)
+            break
+        except sr.RunStopped as stopped:
+            assert "resume=True" in stopped.remedy
+            (tmp_path / f"run{stops}").rename(tmp_path / f"run{stops + 1}")  # the folder may be moved
+            stops += 1
+    assert stops > 3 and same_weights(result.model, whole.model)
+    with pytest.raises(sr.InputError, match="needs a folder"):
+        tiny.run(stop_after=1.0)
+
+
 def test_scores_over_the_epoch_and_toward_dead_units() -> None:
     config = replace(tiny.CONFIG, max_cycles=1, last_ratio=0.1, threshold=0.0, max_drop=1.0)
     plain = tiny.run(config)

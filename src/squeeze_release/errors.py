@@ -7,7 +7,8 @@
     ├── WeightError         a parameter is NaN or infinite
     ├── MaskError           a pruning mask does not fit its weight
     ├── VerificationError   old and new network differ: a bug in a rule, and the caller's model is untouched
-    └── StoreError          a file is damaged, or of another model; or a model cannot be saved
+    ├── StoreError          a file is damaged, or of another model; or a model cannot be saved
+    └── RunStopped          a run has used up its time; it can be resumed
 
 Each message says what happened, where, what it means for the caller, and what to do about it.
 """
@@ -54,6 +55,10 @@ class VerificationError(SqueezeError):
 
 class StoreError(SqueezeError):
     """A file is damaged, of another format or of another model; or a model is not one that can be saved."""
+
+
+class RunStopped(SqueezeError):
+    """A run has used up the time it was given. All of it is on disk, and it can be resumed."""
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object], *, of: str, consequence: str) -> None:

@@ -36,6 +36,9 @@ def run(
     rules: Annotated[str | None, typer.Option(help="what squeezing may do: A, AB, paper or all")] = None,
     start: Annotated[Path | None, typer.Option(help="a safetensors checkpoint to start from")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --run-dir")] = False,
+    stop_after: Annotated[
+        float | None, typer.Option(help="seconds, after which all is saved for --resume; ends with 3")
+    ] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="change the preset: --set prune_epochs=20")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="curves for TensorBoard in --run-dir")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="only the summary, as JSON")] = False,
@@ -62,7 +65,17 @@ def run(
         if tensorboard:
             listeners.append(TensorBoard(run_dir or Path()))
         launch = Launch(
-            seed, mode.value, rules, data, start, run_dir, resume, listeners, accelerator, _changes(changes or [])
+            seed,
+            mode.value,
+            rules,
+            data,
+            start,
+            run_dir,
+            resume,
+            listeners,
+            accelerator,
+            _changes(changes or []),
+            stop_after,
         )
         result = chosen.run(preset, launch)
     if accelerator is None or accelerator.is_main_process:

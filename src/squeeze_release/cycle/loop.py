@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..errors import InputError, RunStopped
 from ..release import release
 from .config import SCHEDULES, Config, Evaluate, Listener, MakeOptimizer, Result, TrainEpoch
 from .devices import Devices
@@ -41,6 +42,7 @@ def cycle(
     listeners: Sequence[Listener] = (),
     accelerator: Any = None,
     checkpoint_seconds: float = 30.0,
+    stop_after: float | None = None,
 ) -> Result:
     """Prune, squeeze, release, fine-tune, until the network can take no more. `model` itself is left as it is.
 
@@ -55,19 +57,41 @@ def cycle(
         listeners: called with every line of the metrics; `Bars()` draws them.
         accelerator: an `accelerate.Accelerator`, to train on several devices.
         checkpoint_seconds: how often, at most, the state is written.
+        stop_after: seconds, after which all is written and `RunStopped` is raised: to be resumed, elsewhere too.
     """
     config = config or Config()
+    if stop_after is not None and run_dir is None:
+        raise InputError(
+            "a run that stops needs a folder to be resumed from",
+            where="cycle(..., stop_after=)",
+            consequence="no run was started",
+            remedy="give run_dir= (--run-dir)",
+        )
     directory = RunDirectory(run_dir, config, resume, Devices(accelerator))
     run = Run(model, example_inputs, train_epoch, evaluate, optimizer, config, directory, listeners)
     directory.read_state(run)
-    written = time.monotonic()
+    started = written = time.monotonic()
     while run.state.phase != "done":
         STEPS[run.state.phase](run)
-        if time.monotonic() - written >= checkpoint_seconds:
+        now = time.monotonic()
+        late = stop_after is not None and run.devices.mean(now - started) > stop_after  # all ranks stop at one step
+        if late or now - written >= checkpoint_seconds:
             directory.write_state(run)
             written = time.monotonic()
+        if late and run.state.phase != "done":
+            raise _stopped(run, stop_after)
     directory.write_state(run)
     return run.finish(test)
+
+
+def _stopped(run: Run, stop_after: float | None) -> RunStopped:
+    state = run.state
+    return RunStopped(
+        f"the run has used up its {stop_after:g} seconds",
+        where=f"cycle {state.cycle}, {state.phase}, after {state.epoch} epochs of it",
+        consequence=f"it stands still in {run.directory.path}",
+        remedy="resume it (resume=True, --resume); the folder may be moved to another machine",
+    )
 
 
 def train_step(run: Run) -> None:

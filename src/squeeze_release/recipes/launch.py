@@ -28,6 +28,7 @@ class Launch:
     listeners: Sequence[Listener] = ()
     accelerator: Any = None
     changes: tuple[tuple[str, Any], ...] = ()
+    stop_after: float | None = None
 
     @property
     def device(self) -> torch.device:
@@ -61,4 +62,5 @@ class Launch:
             model, example_inputs, config=config,
             train_epoch=train_epoch, optimizer=optimizer, evaluate=evaluate, test=test,
             run_dir=self.run_dir, resume=self.resume, listeners=self.listeners, accelerator=self.accelerator,
+            stop_after=self.stop_after,
         )  # fmt: skip
