@@ -1,7 +1,7 @@
 """The Triton kernels of `fused.py`, which has their algebra. Imported only where there is a GPU for them.
 
 A program holds ROWS rows of BLOCK >= width columns in registers, so each tensor is read and written once. The width
-comes as `groups` times the constant MULTIPLE: the compiler sees how rows are aligned, and one kernel serves many widths.
+comes as `groups` times the constant MULTIPLE: the compiler sees how rows are aligned, one kernel serves many widths.
 Numbers are not specialised on, so that a kernel is found by what `fused.py` knows without a look at each of them.
 """
 
