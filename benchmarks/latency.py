@@ -36,7 +36,20 @@ from torch import Tensor, nn
 BOUND = 1.03
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KEY = ("network", "share", "side", "device", "threads", "dtype", "batch", "how")
-SHOWN = ("network", "device", "dtype", "batch", "how", "who", "parameters", "error", "ms", "to ideal", "speedup", "note")
+SHOWN = (
+    "network",
+    "device",
+    "dtype",
+    "batch",
+    "how",
+    "who",
+    "parameters",
+    "error",
+    "ms",
+    "to ideal",
+    "speedup",
+    "note",
+)
 
 
 class Contender(NamedTuple):
@@ -116,7 +129,11 @@ def measure(case: dict[str, Any], found: dict[str, Contender], options: argparse
             continue
         try:
             calls[who] = prepared(each.model, x, case["how"], options)
-        except (TimeoutError, RuntimeError, TypeError) as error:  # compiling took too long, or a peer cannot be captured
+        except (
+            TimeoutError,
+            RuntimeError,
+            TypeError,
+        ) as error:  # compiling took too long, or a peer cannot be captured
             if who not in PEERS and case["how"] != "compiled":
                 raise
             notes[who] = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
@@ -124,9 +141,7 @@ def measure(case: dict[str, Any], found: dict[str, Contender], options: argparse
     return [row(case, who, each, notes[who], times) for who, each in found.items() if who in times or each.note]
 
 
-def row(
-    case: dict[str, Any], who: str, each: Contender, note: str, times: dict[str, list[float]]
-) -> dict[str, Any]:
+def row(case: dict[str, Any], who: str, each: Contender, note: str, times: dict[str, list[float]]) -> dict[str, Any]:
     line = {**case, "who": who, "parameters": "", "error": "", "ms": "", "ms low": "", "ms high": "", "to ideal": "",
             "to ideal low": "", "to ideal high": "", "speedup": "", "note": note}  # fmt: skip
     if each.model is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -55,7 +56,7 @@ def silence(dead: Tensor, writers: Iterable[nn.Module] = (), readers: Iterable[n
 
 def mask_fc(model: nn.Module, share: float) -> None:
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    for writer, reader in zip(layers, layers[1:], strict=False):
+    for writer, reader in itertools.pairwise(layers):
         silence(some(writer.out_features, share), [writer], [reader])
 
 

@@ -54,6 +54,7 @@ def run(made: CompensatedLayerNorm, x: Tensor, dtype: torch.dtype | None = None)
 
 def near(got: Tensor, exact: Tensor, bound: float = 1e-6) -> None:
     """float32 within `bound` of the largest entry; of half precision each entry rounded once (the interpreter cuts)."""
+    got, exact = got.detach(), exact.detach()
     assert got.shape == exact.shape and exact.abs().max() > 0
     rounding = 0.0 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps * (1.0 if INTERPRETED else 0.501)
     off = (got.double() - exact).abs() - rounding * exact.abs()

@@ -56,7 +56,7 @@ class Removed(NamedTuple):
 def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether the kernels can do it: plain tensors on one GPU, in eager, differentiated backwards or not at all."""
     return (
-        _nobody_watches()  # first, for a compiler that looks into this function need not look further
+        nobody_watches()  # first, for a compiler that looks into this function need not look further
         and x.__class__ is Tensor
         and x.dtype in _FLOATS
         and x.size(-1) <= MAX_WIDTH
@@ -67,7 +67,7 @@ def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     )
 
 
-def _nobody_watches() -> bool:
+def nobody_watches() -> bool:
     """No compiler, tracer, transform or mode that would have to see every op."""
     return not (
         torch.compiler.is_compiling()
@@ -107,7 +107,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, bias, stats), dy = ctx.saved_tensors, grads[0]
         # With create_graph these gradients will be differentiated themselves.
-        if torch.is_grad_enabled() or dy.__class__ is not Tensor or not _nobody_watches():
+        if torch.is_grad_enabled() or dy.__class__ is not Tensor or not nobody_watches():
             return *_written_out(x, weight, bias, dy, ctx.removed), None, None
         needed = (p if needs else None for p, needs in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True))
         return *_backward(x, weight, stats, dy.contiguous(), ctx.removed, *needed), None, None

@@ -32,6 +32,7 @@ class CompensatedLayerNorm(KeepsFloat64):
     m2: Tensor
     _mean32: Tensor
     _base32: Tensor
+    _pull32: Tensor
     _numbers: fused.Removed
 
     def __init__(
@@ -118,9 +119,9 @@ class CompensatedLayerNorm(KeepsFloat64):
         kept, gone = self._kept, self._removed
         width = kept + gone
         x = x.contiguous()  # as F.layer_norm's output is; and a norm over a strided dimension costs ten copies
-        mean, base = self._mean32, self._base32
+        mean, base, pull = self._mean32, self._base32, self._pull32
         if x.dtype == torch.float64:
-            mean, base = self.mean, self.m2 / width + self.eps
+            mean, base, pull = self.mean, self.m2 / width + self.eps, self.mean * (gone / width)
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             # Written out: inductor makes one kernel of it. In eager var_mean alone is ten times F.layer_norm.
             var, mu = torch.var_mean(x, -1, correction=0, keepdim=True)
@@ -129,16 +130,17 @@ class CompensatedLayerNorm(KeepsFloat64):
             y = (x - (mean + shift * (kept / width))) * torch.rsqrt(var + base)
         else:
             # In the fewest passes: y is centred on the full mean, and then C var = |y|^2 + M2 + K (mu - m_R)^2.
-            shift = torch.sub(x.sum(-1, True), mean, alpha=kept)  # C (mu - m_R)
-            y = x - torch.add(mean, shift, alpha=1 / width)
+            mu = torch.add(pull, x.sum(-1, True), alpha=1 / width)
+            y, shift = x - mu, mu - mean
             norm = torch.linalg.vector_norm(y, 2, -1, True)
-            var = torch.addcmul(base, shift, shift, value=gone / width**3)
+            var = torch.addcmul(base, shift, shift, value=gone / width)
             rstd = torch.addcmul(var, norm, norm, value=1 / width).rsqrt()
-            traced = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-            if not (traced or torch.is_grad_enabled()):
+            if not torch.is_grad_enabled() and fused.nobody_watches():
                 # Only y is large, so nothing else need be allocated: fresh pages cost more than the arithmetic.
-                y = y.mul_(rstd) if weight is None else y.mul_(rstd).mul_(weight)
-                return y if bias is None else y.add_(bias)
+                y = y.mul_(rstd)
+                if weight is None or bias is None:
+                    return y if weight is None else y.mul_(weight)
+                return torch.addcmul(bias, y, weight, out=y)
             y = y * rstd
         if weight is None or bias is None:
             return y if weight is None else y * weight
@@ -154,11 +156,13 @@ class CompensatedLayerNorm(KeepsFloat64):
             statistics = self._removed, float(self.mean), float(self.m2)
             self._numbers = fused.Removed.of(self._kept, *statistics, self.eps)
         self.register_buffer("_mean32", self.mean.float(), persistent=False)
-        self.register_buffer("_base32", (self.m2 / (self.count + self._kept) + self.eps).float(), persistent=False)
+        width = self.count + self._kept
+        self.register_buffer("_base32", (self.m2 / width + self.eps).float(), persistent=False)
+        self.register_buffer("_pull32", (self.mean * (self.count / width)).float(), persistent=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("count", "mean", "m2", "eps", "weight") and "_base32" in self._buffers:
+        if name in ("count", "mean", "m2", "eps", "weight") and "_pull32" in self._buffers:
             self._derive()
 
     def _load_from_state_dict(self, *args: Any) -> None:
