@@ -109,7 +109,6 @@ def prepared(model: nn.Module, x: Tensor, how: str, options: argparse.Namespace)
 
     network: Any = copy.deepcopy(model).to(x.device, x.dtype)
     if how == "compiled":
-        torch._dynamo.reset()
         network = torch.compile(network, dynamic=False)
         with time_limit(options.compile_seconds):
             call()
@@ -123,6 +122,7 @@ def measure(case: dict[str, Any], found: dict[str, Contender], options: argparse
     torch.manual_seed(0)
     x = torch.randn(case["batch"], *shape, dtype=DTYPES[case["dtype"]], device=case["device"])
     calls: dict[str, Callable[[], Any]] = {}
+    torch._dynamo.reset()  # once a case: it forgets what was compiled before
     notes = {who: each.note for who, each in found.items()}
     for who, each in found.items():
         if each.model is None or (case["how"] == "compiled" and who in PEERS):

@@ -96,7 +96,9 @@ def total(
         places = (which * parts + part)[:, None] * width + columns[None, :]
         sums += tl.load(parts_at + places, mask=(part < parts)[:, None] & within[None, :], other=0.0)
     gradient = tl.sum(sums, 0)
-    if WEIGHT and which == 0:
-        tl.store(to_weight_at + columns, gradient.to(to_weight_at.dtype.element_ty), mask=within)
-    if BIAS and which == 1:
-        tl.store(to_bias_at + columns, gradient.to(to_bias_at.dtype.element_ty), mask=within)
+    if WEIGHT:  # noqa: SIM102  known to the compiler, and the next only to the program
+        if which == 0:
+            tl.store(to_weight_at + columns, gradient.to(to_weight_at.dtype.element_ty), mask=within)
+    if BIAS:  # noqa: SIM102
+        if which == 1:
+            tl.store(to_bias_at + columns, gradient.to(to_bias_at.dtype.element_ty), mask=within)
