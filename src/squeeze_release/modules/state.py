@@ -16,8 +16,8 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 def behind(module: nn.Module, x: Tensor) -> Tensor:
     """What a norm with an activation of its own does with its result."""
-    for child in module.children():
-        x = child(x)
+    for name, child in module.named_children():
+        x = x if name == "parametrizations" else child(x)
     return x
 
 

@@ -1,0 +1,313 @@
+"""CompensatedLayerNorm as one kernel forward and one backward, for NVIDIA GPUs with Triton. `applies` says where.
+
+For now only where SQUEEZE_RELEASE_FUSED=1 is in the environment.
+
+Of m kept and K removed channels, C = m + K, with the removed ones' mean m_R and squared deviations M2, a row x has
+
+    mu_A = sum(x) / m        d = m_R - mu_A                                    mu = mu_A + (K / C) d
+    y = w (x - mu) r + b     1 / r^2 = (|x - mu_A|^2 + M2) / C + (m K / C^2) d^2 + eps
+
+Backward, with n = (x - mu) r and g = w dy: dmu/dx_j = 1 / C. All C deviations from mu add up to 0, so the variance
+moves with x_j as if mu stood still: dvar/dx_j = 2 (x_j - mu) / C. Together
+
+    dx = r (g - sum(g) / C - n sum(g n) / C)        dw = sum of dy n over rows        db = sum of dy over rows
+
+which is LayerNorm's own with C in place of m: the removed channels are in mu and r, and get no gradient.
+
+Numbers go to the kernels as Python floats, for reading a tensor would wait for the device. Small tensors are bound by
+the host, so a kernel that was found once is launched without Triton's search for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+SWITCH = "SQUEEZE_RELEASE_FUSED"  # off until the kernels have been tested and timed on a GPU, beyond the interpreter
+MAX_WIDTH = 16384  # of a row that one program holds in registers
+TILE = 2048  # elements that a program holds at a time, if a row is not longer
+WARP_ELEMENTS = 512  # 16 to a thread
+FEW_PROGRAMS = 264  # two for each multiprocessor of an H200: with fewer, they hold an eighth of a tile
+DEPTH, COLUMNS = 256, 16  # of a tile in `kernels.total`
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, torch.nn.Parameter)
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+class Removed(NamedTuple):
+    """What the kernels know of the removed channels. Computed in float64, handed over as float32."""
+
+    mean: float  # m_R
+    share: float  # K / C
+    cross: float  # m K / C^2
+    base: float  # M2 / C + eps
+    inverse: float  # 1 / C
+
+    @classmethod
+    def of(cls, kept: int, count: int, mean: float, m2: float, eps: float) -> Removed:
+        width = max(1, kept + count)
+        return cls(mean, count / width, kept * count / width**2, m2 / width + eps, 1 / width)
+
+
+def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the kernels can do it: plain tensors on one GPU, in eager, differentiated backwards or not at all."""
+    return (
+        nobody_watches()  # first, for a compiler that looks into this function need not look further
+        and x.__class__ is Tensor
+        and x.dtype in _FLOATS
+        and x.size(-1) <= MAX_WIDTH
+        and x.numel() > 0
+        and (weight is None or _fits(weight, x))
+        and (bias is None or _fits(bias, x))
+        and _ready(x.get_device())
+    )
+
+
+def nobody_watches() -> bool:
+    """No compiler, tracer, transform or mode that would have to see every op."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+    )
+
+
+def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed, dtype: torch.dtype) -> Tensor:
+    """y in `dtype`, contiguous. Differentiable, and twice too."""
+    x = x.contiguous()
+    if torch.is_grad_enabled() and (
+        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
+    ):
+        y: Tensor = _Normalize.apply(x, weight, bias, removed, dtype)  # type: ignore[no-untyped-call]
+        return y
+    return _forward(x, weight, bias, removed, dtype, None)
+
+
+# ------------------------------------------------------------------------------------------------------------- autograd
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed, dtype: torch.dtype
+    ) -> Tensor:
+        stats = x.new_empty((2, x.numel() // x.shape[-1]), dtype=torch.float32)
+        y = _forward(x, weight, bias, removed, dtype, stats)
+        ctx.save_for_backward(x, weight, bias, stats)
+        ctx.removed = removed
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight, bias, stats), dy = ctx.saved_tensors, grads[0]
+        # With create_graph these gradients will be differentiated themselves.
+        if torch.is_grad_enabled() or dy.__class__ is not Tensor or not nobody_watches():
+            return *_written_out(x, weight, bias, dy, ctx.removed), None, None
+        needed = (p if needs else None for p, needs in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True))
+        return *_backward(x, weight, stats, dy.contiguous(), ctx.removed, *needed), None, None
+
+
+def _written_out(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dy: Tensor, removed: Removed
+) -> tuple[Tensor | None, ...]:
+    """The same gradients in plain ops."""
+    wide, dy = x.float(), dy.float()
+    kept_mean = wide.mean(-1, keepdim=True)
+    shift, centred = removed.mean - kept_mean, wide - kept_mean
+    square = centred.square().sum(-1, keepdim=True) * removed.inverse + removed.cross * shift.square() + removed.base
+    rstd = square.rsqrt()
+    n = (centred - removed.share * shift) * rstd
+    g = dy if weight is None else dy * weight.float()
+    along_mean, along_sigma = (each.sum(-1, keepdim=True) * removed.inverse for each in (g, g * n))
+    rows = tuple(range(x.dim() - 1))
+    return (
+        (rstd * (g - along_mean - n * along_sigma)).to(x.dtype),
+        None if weight is None else (dy * n).sum(rows).to(weight.dtype),
+        None if bias is None else dy.sum(rows).to(bias.dtype),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed, dtype: torch.dtype, stats: Tensor | None
+) -> Tensor:
+    width = x.size(-1)
+    size, kept = x.numel(), stats is not None
+    few, rows = size < FEW_PROGRAMS * TILE, size // width
+    y = torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype)
+    w, b = x if weight is None else weight, x if bias is None else bias
+    key = width, few, kept, weight is None, bias is None, x.dtype, w.dtype, b.dtype, dtype, x.get_device()
+    plan = _plans.get(key)
+    if plan is None:
+        tile = _tile(width, few)
+        constants = weight is not None, bias is not None, kept, math.gcd(width, 8), *tile.shape
+        plan = _plans[key] = Plan("forward", constants, tile)
+    numbers = rows, width // plan.multiple, *removed
+    plan.launch(-(-rows // plan.tile.rows), 1, (x, w, b, y, y if stats is None else stats), numbers)
+    return y
+
+
+def _backward(
+    x: Tensor, weight: Tensor | None, stats: Tensor, dy: Tensor, removed: Removed,
+    weight_like: Tensor | None, bias_like: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """dx, and gradients like weight and bias where they are asked for."""
+    width, device = x.shape[-1], x.get_device()
+    rows, summed = x.numel() // width, weight_like is not None or bias_like is not None
+    few = rows * width < FEW_PROGRAMS * TILE
+    key = ("backward", width, few, summed, x.dtype, dy.dtype, None if weight is None else weight.dtype, device)
+    plan = _plans.get(key)
+    if plan is None:
+        tile = _tile(width, few)
+        plan = _plans[key] = Plan("backward", (weight is not None, summed, math.gcd(width, 8), *tile.shape), tile)
+    programs = min(-(-rows // plan.tile.rows), _multiprocessors(device) * max(1, 16 // plan.tile.warps))
+    dx = torch.empty_like(x)
+    parts = x.new_empty((2, programs, width), dtype=torch.float32) if summed else stats
+    plan.launch(
+        programs, 1,
+        (x, dy, x if weight is None else weight, stats, dx, parts),
+        (rows, width // plan.multiple, removed.inverse),
+    )  # fmt: skip
+    return dx, *(_totals(parts, weight_like, bias_like) if summed else (None, None))
+
+
+def _totals(parts: Tensor, weight_like: Tensor | None, bias_like: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    _, programs, width = parts.shape
+    to_weight = None if weight_like is None else torch.empty_like(weight_like)
+    to_bias = None if bias_like is None else torch.empty_like(bias_like)
+    key = (
+        "total", None if to_weight is None else to_weight.dtype, None if to_bias is None else to_bias.dtype,
+        parts.get_device(),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        constants = (to_weight is not None, to_bias is not None, DEPTH, COLUMNS)
+        plan = _plans[key] = Plan("total", constants, Tile(DEPTH, COLUMNS, 4))
+    plan.launch(
+        -(-width // COLUMNS), 2,
+        (parts, parts if to_weight is None else to_weight, parts if to_bias is None else to_bias),
+        (programs, width),
+    )  # fmt: skip
+    return to_weight, to_bias
+
+
+# --------------------------------------------------------------------------------------------------------------- launch
+
+
+class Tile(NamedTuple):
+    """What one program holds at a time."""
+
+    rows: int
+    block: int
+    warps: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.block
+
+
+def _tile(width: int, few: bool) -> Tile:
+    """Few programs would leave multiprocessors idle: then each holds fewer rows."""
+    block = max(16, 1 << (width - 1).bit_length())
+    rows = max(1, (TILE // 8 if few else TILE) // block)
+    return Tile(rows, block, min(16, max(1, rows * block // WARP_ELEMENTS)))
+
+
+class Plan:
+    """A kernel with its constants; once it has run, how to launch it without Triton's search.
+
+    Triton compiles anew for another dtype, another constant, or a pointer that is not aligned to 16 bytes. Dtypes and
+    constants belong to a plan, and one pointer that is not aligned takes the long way.
+    """
+
+    def __init__(self, kernel: str, constants: tuple[Any, ...], tile: Tile) -> None:
+        self.kernel, self.constants, self.tile = kernel, constants, tile
+        self.multiple: int = constants[-3]
+        self.compiled: tuple[Any, Any, Any] | None = None
+        self.tried = False
+
+    def launch(self, across: int, down: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...]) -> None:
+        device = tensors[0].get_device()
+        if device >= 0 and device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self.launch(across, down, tensors, numbers)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        aligned = True
+        for pointer in pointers:
+            if pointer & 15:
+                aligned = False
+        if aligned and self.compiled is not None:
+            run, function, metadata = self.compiled
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            run(across, down, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *self.constants)
+            return None
+        kernel = getattr(_kernels(), self.kernel)
+        found = kernel[(across, down)](*tensors, *numbers, *self.constants, num_warps=self.tile.warps)
+        if aligned and found is not None and not self.tried:
+            self.tried = True
+            self._keep(found, (across, down, 1), device, (*pointers, *numbers, *self.constants))
+        return None
+
+    def _keep(self, found: Any, grid: tuple[int, int, int], device: int, arguments: tuple[Any, ...]) -> None:
+        """Launch it once the short way: should this Triton not know it, the long way remains."""
+        try:
+            compiled = (found.run, found.function, found.packed_metadata)
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            found.run(*grid, stream, *compiled[1:], None, None, None, *arguments)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            return
+        self.compiled = compiled
+
+
+def _fits(parameter: Tensor, x: Tensor) -> bool:
+    return (
+        parameter.__class__ in _PLAIN
+        and parameter.dtype in _FLOATS
+        and parameter.get_device() == x.get_device()
+        and parameter.is_contiguous()
+    )
+
+
+@functools.cache
+def _kernels() -> Any:
+    from . import kernels
+
+    return kernels
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 2
+
+
+@functools.cache
+def _ready(device: int) -> bool:
+    """Whether Triton is there and can compile and launch for this GPU: tried once, on one row."""
+    if os.environ.get(SWITCH) != "1":
+        return False
+    if device < 0 or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    x = torch.ones(1, 16, dtype=torch.float32, device=torch.device("cuda", device))
+    try:
+        _forward(x, None, None, Removed.of(16, 0, 0.0, 0.0, 1.0), x.dtype, None)
+    except Exception as error:  # no C compiler, a driver that is too old: whatever it is, there is another way
+        message = f"CompensatedLayerNorm runs without its fused kernels: {type(error).__name__}: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return False
+    return True

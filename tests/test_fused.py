@@ -1,0 +1,295 @@
+"""The kernels of CompensatedLayerNorm against float64: on a GPU, or anywhere with Triton's interpreter.
+
+pytest tests/test_fused.py                      # on a GPU: compiled, and the interpreter in a process of its own
+TRITON_INTERPRET=1 pytest tests/test_fused.py   # on a CPU, what needs no GPU
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from squeeze_release import CompensatedLayerNorm
+from squeeze_release.modules import fused
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+COMPILED = HAS_TRITON and torch.cuda.is_available() and not INTERPRETED
+DEVICE = "cuda" if COMPILED else "cpu"
+needs_kernels = pytest.mark.skipif(
+    not (INTERPRETED or COMPILED), reason="needs Triton, and a GPU or TRITON_INTERPRET=1"
+)
+needs_gpu = pytest.mark.skipif(not COMPILED, reason="needs Triton and a GPU")
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture(autouse=True)
+def _plans_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_plans", {})
+    monkeypatch.setenv(fused.SWITCH, "1")
+    fused._ready.cache_clear()
+
+
+def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: float = 2, **how: Any) -> Any:
+    made = CompensatedLayerNorm(kept, dtype=dtype, **how).to(DEVICE)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    made.merge(torch.randn(removed, dtype=torch.float64) + offset)
+    return made
+
+
+def run(made: CompensatedLayerNorm, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return fused.normalize(x, made.weight, made.bias, made._numbers, dtype or x.dtype)
+
+
+def near(got: Tensor, exact: Tensor, bound: float = 1e-6) -> None:
+    """float32 within `bound` of the largest entry; of half precision each entry rounded once (the interpreter cuts)."""
+    got, exact = got.detach(), exact.detach()
+    assert got.shape == exact.shape and exact.abs().max() > 0
+    rounding = 0.0 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps * (1.0 if INTERPRETED else 0.501)
+    off = (got.double() - exact).abs() - rounding * exact.abs()
+    assert off.max() <= bound * exact.abs().max(), f"{float(off.max() / exact.abs().max()):.1e}"
+
+
+def compare(made: CompensatedLayerNorm, x: Tensor, bound: float = 1e-6, dtype: torch.dtype | None = None) -> None:
+    """Output with and without gradients, and all gradients."""
+    exact, x = copy.deepcopy(made).double(), x.requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    y, want = run(made, x, dtype), exact(wide)
+    with torch.no_grad():
+        assert torch.equal(run(made, x, dtype), y)
+    near(y, want, bound)
+    dy = torch.randn_like(y)
+    ours, theirs = (x, *made.parameters()), (wide, *exact.parameters())
+    grads = torch.autograd.grad(y, ours, dy), torch.autograd.grad(want, theirs, dy.double())
+    for parameter, got, wanted in zip(ours, *grads, strict=True):
+        assert got.dtype == parameter.dtype
+        near(got, wanted, bound)
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@needs_kernels
+@BOTH
+@pytest.mark.parametrize("width, rows", [(3, 70), (64, 101), (100, 67), (768, 9), (1000, 5), (4096, 2)])
+@pytest.mark.parametrize("removed", [0, 5])
+def test_kernels_equal_float64(width: int, rows: int, removed: int, dtype: torch.dtype) -> None:
+    compare(norm(width, removed, dtype), (2 * torch.randn(rows, width, device=DEVICE) + 1).to(dtype))
+
+
+@needs_kernels
+def test_one_channel_beside_those_removed() -> None:
+    compare(norm(1, 5), torch.randn(5, 1, device=DEVICE))
+
+
+@needs_gpu
+@BOTH
+@pytest.mark.parametrize("width", [64, 96, 250, 384, 515, 1024, 2048, 4096, 9000, fused.MAX_WIDTH])
+def test_kernels_equal_float64_on_many_rows(width: int, dtype: torch.dtype) -> None:
+    rows = max(33, 2**21 // width) + 1  # so that programs of `backward` see several tiles
+    compare(norm(width, 7, dtype), (2 * torch.randn(rows, width, device=DEVICE) + 1).to(dtype), 4e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("few", [0, 10**9])
+@pytest.mark.parametrize("width, rows", [(20, 260), (700, 11)])
+def test_tiles_large_and_small(width: int, rows: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "FEW_PROGRAMS", few)
+    monkeypatch.setattr(fused, "_multiprocessors", lambda device: 1)  # few programs, many turns
+    compare(norm(width, 4), torch.randn(rows, width, device=DEVICE))
+
+
+@needs_kernels
+@pytest.mark.parametrize("how", [{"bias": False}, {"elementwise_affine": False}])
+@BOTH
+def test_without_weight_or_bias(how: dict[str, bool], dtype: torch.dtype) -> None:
+    compare(norm(36, 3, dtype, **how), torch.randn(4, 5, 36, device=DEVICE).to(dtype))
+
+
+@needs_kernels
+@pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
+def test_frozen_parameters(frozen: str) -> None:
+    made, x = norm(24, 3), torch.randn(40, 24, device=DEVICE, requires_grad=True)
+    expected = dict(made.named_parameters())
+    exact = copy.deepcopy(made).double()
+    for each in (made, exact):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_(frozen not in (name, "both"))
+    wide = x.detach().double().requires_grad_()
+    run(made, x).square().sum().backward()
+    exact(wide).square().sum().backward()
+    near(x.grad, wide.grad)
+    for name, parameter in exact.named_parameters():
+        assert (parameter.grad is None) == (expected[name].grad is None) == (not parameter.requires_grad)
+        if parameter.grad is not None:
+            near(expected[name].grad, parameter.grad)
+
+
+@needs_kernels
+def test_parameters_of_float32_and_an_output_of_float32_as_under_autocast() -> None:
+    compare(norm(48, 3), torch.randn(10, 48, device=DEVICE).bfloat16())
+    compare(norm(48, 3), torch.randn(10, 48, device=DEVICE).bfloat16(), dtype=torch.float32)
+
+
+@needs_kernels
+@pytest.mark.parametrize("mean, offset", [(1e4, 1e4), (-300.0, 0.0), (0.0, 1e4)])
+def test_large_means_do_not_cancel(mean: float, offset: float) -> None:
+    """float32 cannot know a mean better than to its last digits; squares of it would lose all."""
+    made, x = norm(200, 50, offset=offset), mean + torch.randn(30, 200, device=DEVICE)
+    exact = copy.deepcopy(made).double()(x.double())
+    with torch.no_grad():
+        spread = max(1.0, abs(mean - offset) * 0.4)
+        near(run(made, x), exact, 4e-7 * (1 + max(abs(mean), abs(offset)) / spread))
+
+
+@needs_kernels
+def test_rows_that_are_all_one_number() -> None:
+    made, x = norm(16, 4, offset=3), torch.full((3, 16), 3.0, device=DEVICE)
+    near(run(made, x), copy.deepcopy(made).double()(x.double()))
+
+
+@needs_kernels
+@BOTH
+def test_pointers_that_are_not_aligned(dtype: torch.dtype) -> None:
+    made, room = norm(64, 3, dtype), torch.randn(10 * 64 + 1, device=DEVICE).to(dtype)
+    for start in (0, 1, 0, 1):  # the aligned kernel is there already when the other is needed, and the other way round
+        compare(made, room[start : start + 640].view(10, 64).detach())
+
+
+@needs_kernels
+def test_gradients_that_are_expanded_or_transposed() -> None:
+    made, x = norm(12, 3), torch.randn(7, 12, device=DEVICE, requires_grad=True)
+    exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()
+    ways: list[Callable[[Tensor], Tensor]] = [lambda y: y.sum(), lambda y: (y.T * torch.arange(7.0).to(y)).sum()]
+    for scalar in ways:
+        scalar(exact(wide)).backward()
+        scalar(run(made, x)).backward()
+        near(x.grad, wide.grad)
+        near(made.bias.grad, exact.bias.grad)
+
+
+@needs_kernels
+def test_gradients_of_gradients() -> None:
+    made, x = norm(10, 3), torch.randn(6, 10, device=DEVICE, requires_grad=True)
+    exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()
+    found = []
+    for function, at, weight in ((lambda x: run(made, x), x, made.weight), (exact, wide, exact.weight)):
+        (first,) = torch.autograd.grad(function(at).sin().sum(), at, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), (at, weight)))
+    for got, wanted in zip(*found, strict=True):
+        near(got, wanted, 1e-5)
+
+
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs Triton; this is the interpreter itself")
+def test_the_same_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
+
+
+# ----------------------------------------------------------------------------------------------------------- no kernels
+
+
+def test_gradients_written_out() -> None:
+    made, x = norm(9, 4).cpu(), torch.randn(2, 5, 9, requires_grad=True)
+    exact, wide, dy = copy.deepcopy(made).double(), x.detach().double().requires_grad_(), torch.randn(2, 5, 9)
+    wanted = torch.autograd.grad(exact(wide), (wide, exact.weight, exact.bias), dy.double())
+    got = fused._written_out(x, made.weight, made.bias, dy, made._numbers)
+    for one, other in zip(got, wanted, strict=True):
+        near(one, other)
+    assert fused._written_out(x, None, None, dy, made._numbers)[1:] == (None, None)
+
+
+def test_numbers_follow_the_statistics() -> None:
+    made = CompensatedLayerNorm(6, 0.5)
+    assert made._numbers == (0.0, 0.0, 0.0, 0.5, 1 / 6)
+    made.merge(torch.tensor([1.0, 3.0]))
+    assert made._numbers == (2.0, 2 / 8, 12 / 64, 2 / 8 + 0.5, 1 / 8)
+    made.eps = 0.25
+    made.weight = nn.Parameter(torch.ones(2))
+    assert made._numbers == (2.0, 2 / 4, 4 / 16, 2 / 4 + 0.25, 1 / 4)
+    made.weight = made.bias = None
+    made.normalized_shape = (6,)
+    other = CompensatedLayerNorm(6, 0.25, elementwise_affine=False)
+    other.load_state_dict(made.state_dict())
+    assert other._numbers == copy.deepcopy(made)._numbers == made._numbers == (2.0, 2 / 8, 12 / 64, 0.5, 1 / 8)
+
+
+class Watches(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Other(Tensor):
+    pass
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """What `applies` says, on a machine whose CPU passes for a GPU; the module itself goes the usual way."""
+    answers: list[bool] = []
+    real = fused.applies
+    monkeypatch.setattr(fused, "_ready", lambda device: True)
+
+    def normalize(self: CompensatedLayerNorm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        answers.append(real(x, weight, bias))
+        return usual(self, x, weight, bias)
+
+    usual = CompensatedLayerNorm._normalize
+    monkeypatch.setattr(CompensatedLayerNorm, "_normalize", normalize)
+    return answers
+
+
+def test_where_kernels_apply(seen: list[bool]) -> None:
+    made, x = CompensatedLayerNorm(4), torch.randn(3, 4)
+    for good in (x, x.requires_grad_(), torch.randn(2, 2, 4), torch.randn(4, 3).T):
+        made(good)
+    parametrize.register_parametrization(made, "weight", nn.Identity())
+    made(x)
+    assert seen == [True] * 5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in forward AD
+def test_where_kernels_do_not_apply(seen: list[bool]) -> None:
+    made, x = CompensatedLayerNorm(4), torch.randn(3, 4)
+    made(x.double()), made(x[:0]), made(x.as_subclass(Other))
+    with Watches():
+        made(x)
+    torch.vmap(made)(x)
+    torch.func.grad(lambda x: made(x).sum())(x)
+    with forward_ad.dual_level():
+        made(forward_ad.make_dual(x, x))
+    copy.deepcopy(made).double()(x)
+    strided = CompensatedLayerNorm(4)
+    strided.weight = nn.Parameter(torch.ones(8)[::2])
+    strided(x)
+    wide = CompensatedLayerNorm(fused.MAX_WIDTH + 1)
+    wide(torch.randn(1, fused.MAX_WIDTH + 1))
+    assert seen == [False] * len(seen) and len(seen) == 10
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning"
+)  # torch's own
+def test_who_traces_sees_plain_ops(seen: list[bool]) -> None:
+    made, x = CompensatedLayerNorm(4), torch.randn(3, 4)
+    torch.jit.trace(made, x, check_trace=False)
+    torch.export.export(made, (x,), strict=False)
+    assert seen and not any(seen)
+
+
+def test_there_are_no_kernels_for_a_cpu() -> None:
+    assert not fused.applies(torch.randn(3, 4), None, None)

@@ -1,0 +1,123 @@
+"""CompensatedLayerNorm with its kernels, on a GPU: that it uses them, and where it must not. Skipped elsewhere."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_fused import BOTH, _plans_of_this_test, near, needs_gpu, norm  # noqa: F401  a fixture for each test
+from torch import Tensor, nn
+
+from squeeze_release import CompensatedLayerNorm
+from squeeze_release.modules import fused
+
+pytestmark = needs_gpu
+
+
+def module_and_twin(channel_dim: int = -1) -> tuple[CompensatedLayerNorm, CompensatedLayerNorm]:
+    made = norm(96, 20, channel_dim=channel_dim)
+    return made, copy.deepcopy(made).double()
+
+
+def test_the_module_runs_kernels_and_finds_them_at_once() -> None:
+    made, exact = module_and_twin()
+    for _ in range(3):  # the third is launched the short way, forward and backward
+        x = torch.randn(50, 96, device="cuda", requires_grad=True)
+        wide = x.detach().double().requires_grad_()
+        y, want = made(x), exact(wide)
+        near(y, want)
+        near(torch.autograd.grad(y.sin().sum(), x)[0], torch.autograd.grad(want.sin().sum(), wide)[0])
+    assert {plan.kernel for plan in fused._plans.values()} == {"forward", "backward", "total"}
+    assert all(plan.compiled is not None for plan in fused._plans.values())
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_channels_first_and_strided(channels_last: bool) -> None:
+    made, exact = module_and_twin(channel_dim=1)
+    x = torch.randn(2, 96, 5, 7, device="cuda")
+    x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+    near(made(x), exact(x.double()))
+    assert made(x).permute(0, 2, 3, 1).is_contiguous()
+    near(made(x[..., ::2]), exact(x[..., ::2].double()))
+    assert fused._plans
+
+
+def test_capture_in_a_graph() -> None:
+    made, exact = module_and_twin()
+    x = torch.randn(70, 96, device="cuda", requires_grad=True)
+
+    def step() -> tuple[Tensor, ...]:
+        y = made(x)
+        return y, *torch.autograd.grad(y.sin().sum(), (x, made.weight, made.bias))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    wide = x.detach().double().requires_grad_()
+    want = exact(wide)
+    grads = torch.autograd.grad(want.sin().sum(), (wide, exact.weight, exact.bias))
+    for got, wanted in zip(results, (want, *grads), strict=True):
+        near(got, wanted)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    made, x = norm(96, 20), torch.randn(50, 96, device="cuda", requires_grad=True)
+    made(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made(x).sum().backward()
+        with torch.inference_mode():
+            made(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@BOTH
+def test_autocast_is_as_for_layer_norm(dtype: torch.dtype) -> None:
+    made, plain = norm(96, 20), nn.LayerNorm(96, device="cuda")
+    x = torch.randn(50, 96, device="cuda", dtype=dtype, requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        y = made(x)
+        assert y.dtype == plain(x).dtype == torch.float32
+    near(y, copy.deepcopy(made).double()(x.double()))
+    y.sum().backward()
+    assert x.grad.dtype == dtype and fused._plans
+
+
+def test_the_same_gradients_in_every_run() -> None:
+    made, x = norm(64, 20), torch.randn(70_000, 64, device="cuda", requires_grad=True)
+    runs = [torch.autograd.grad(made(x).sin().sum(), (x, made.weight, made.bias)) for _ in range(3)]
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
+def test_who_needs_plain_ops_gets_them() -> None:
+    made, exact = module_and_twin()
+    x = torch.randn(8, 96, device="cuda")
+    want, tangent = torch.func.jvp(exact, (x.double(),), (x.double(),))
+    for got in (torch.vmap(made)(x), torch.compile(made, fullgraph=True)(x)):
+        near(got, want)
+    near(torch.export.export(made, (x,), strict=False).module()(x), want)
+    near(torch.func.jvp(made, (x,), (x,))[1], tangent, 1e-5)
+    assert not fused._plans
+    x.requires_grad_()
+    compiled = torch.autograd.grad(torch.compile(made)(x).sin().sum(), x)[0]
+    near(compiled, torch.autograd.grad(exact(wide := x.detach().double().requires_grad_()).sin().sum(), wide)[0])
+
+
+def test_gradients_in_a_batch() -> None:
+    made, exact = module_and_twin()
+    x, vectors = torch.randn(4, 96, device="cuda", requires_grad=True), torch.randn(3, 4, 96, device="cuda")
+    wide = x.detach().double().requires_grad_()
+    (got,) = torch.autograd.grad(made(x), x, vectors, is_grads_batched=True)
+    wanted = torch.stack([torch.autograd.grad(exact(wide), wide, v.double())[0] for v in vectors])
+    near(got, wanted)
