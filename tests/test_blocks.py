@@ -295,3 +295,27 @@ def test_keep_holds_a_dead_block():
     check(
         net, rand(2, 4), keep=["blocks.0"], golden={"blocks.0": Block, "blocks.0.a.weight": (8, 6), "blocks.1": Shift}
     )
+
+
+class Gate(nn.Module):
+    """Squeeze and excitation: what the pooled channels say scales them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.fc1, self.fc2 = nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.fc2(torch.relu(self.fc1(self.pool(x)))))
+
+
+@pytest.mark.parametrize("living", [False, True])
+def test_gate_that_no_longer_looks_at_its_input(living: bool):
+    """Nobody reads the pooled channels any more. torch.export leaves the pooling out where it cleans up a graph: where
+    something is written in place, as torchvision's classifiers do."""
+    layers = {"stem": nn.Conv2d(3, 8, 3), "gate": Gate(), "flat": nn.Flatten(), "drop": nn.Dropout(inplace=True)}
+    net = noisy(Net(lambda s, x: s.head(s.drop(s.flat(s.gate(s.stem(x))))), **layers, head=nn.Linear(8 * 16, 2)))
+    dead(net.stem, 5)
+    dead(net.gate.fc2, *range(int(living), 8))
+    kinds = (nn.Conv2d, nn.Conv2d) if living else (Passthrough, Constant)
+    golden = {"gate.fc1": kinds[0], "gate.fc2": kinds[1], "stem.out_channels": 7}
+    check(net, rand(2, 3, 6, 6), golden=golden)

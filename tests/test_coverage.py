@@ -199,6 +199,15 @@ def test_norms_fit_the_data_when_all_is_planted() -> None:
     assert bool(alive.any()) and bool(((ratio > 0.6) & (ratio < 1.4)).all())
 
 
+def test_norms_of_dead_channels_do_not_blow_up_rounding() -> None:
+    """A constant that its norm takes for a channel of variance 0 comes out with 30 to 300 times its rounding."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 32, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 5, 1)).double()
+    plants = planter.plant(net, _images(3), 0, _images(64))
+    dead = plants.masks["0.weight"].flatten(1).all(1)
+    assert bool(dead.any()) and bool((net[1].running_var[dead] > 0.01).all())
+
+
 def test_streams_are_what_several_write_or_read() -> None:
     net, call = Residual().double(), ((torch.randn(3, 4, dtype=torch.float64),), {})
     assert streams.stream_writers(net, call, observe.leaves(net)) == {"stem", "fc2"}

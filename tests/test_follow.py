@@ -461,3 +461,24 @@ def test_a_width_that_serves_twice_shrinks_where_both_do():
         dead(module.inner, 3)
         module.inner.bias.data[3] = 0
     check(net, rand(3, 4), golden={"1.dim": 10, "1.partial": 4, "2.partial": 4, "4.partial": 6, "4.dim": 16})
+
+
+class Fussy(nn.Module):
+    """One width more or less, and its code takes another path, in front of a layer that has nothing to do with it."""
+
+    def __init__(self, fussy: bool) -> None:
+        super().__init__()
+        self.fussy, self.mid, self.a, self.b = fussy, nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x) if self.fussy and self.a.weight.size(0) < 8 else x
+        return x + self.b(torch.tanh(self.a(self.mid(y))))
+
+
+def test_one_module_that_does_not_follow_keeps_no_others_of_its_class():
+    net = noisy(nn.Sequential(nn.Linear(4, 6), Fussy(False), Fussy(True), Fussy(False), nn.Linear(6, 2)))
+    for block in net[1:4]:
+        dead(block.a, 3)
+    golden = {"1.a.out_features": 7, "2.a.out_features": 8, "3.a.out_features": 7}
+    squeezed = check(net, rand(3, 4), golden=golden)
+    assert "2: its code takes another path" in reasons(squeezed.report)

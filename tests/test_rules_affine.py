@@ -98,10 +98,26 @@ class OwnLinear(nn.Linear):
         return F.linear(x, self.weight) * 2
 
 
-def test_linear_that_cannot_take_a_bias_keeps_the_constant():
+def test_linear_that_cannot_take_a_bias_keeps_a_constant():
     net = nn.Sequential(noisy(nn.Linear(4, 6)), nn.Tanh(), OwnLinear(6, 3, bias=False))
     dead(net[0], 0)
     squeezed = check(net, rand(2, 4), golden={"0.out_features": 6})
+    assert "there is no such bias" in reasons(squeezed.report)
+    dead(net[0], 0, 2, 5)
+    check(net, rand(2, 4), golden={"0.out_features": 4, "2.weight": (3, 4), "2.bias": None})
+    squeezed = check(net, rand(2, 4), golden={"0.out_features": 6}, rules="AB")
+    assert "no bias to fold it into" in reasons(squeezed.report)
+
+
+def test_weight_that_is_read_with_and_without_a_bias_keeps_all_constants():
+    """What one reader folds into its bias the other would have to carry in the weight that both read."""
+    net = Net(
+        lambda s, x: s.lin(y := torch.tanh(s.stem(x))) + torch.sin(F.linear(y, s.lin.weight)),
+        stem=noisy(nn.Linear(4, 6)),
+        lin=noisy(nn.Linear(6, 3)),
+    )
+    dead(net.stem, 0, 2, 5)
+    squeezed = check(net, rand(2, 4), golden={"stem.out_features": 6, "lin.weight": (3, 6)})
     assert "no bias to fold it into" in reasons(squeezed.report)
 
 

@@ -141,6 +141,17 @@ def wanted(ctx: Analysis, every: list[Borders]) -> tuple[set[Op], set[Op], set[s
     return cut, needed, read
 
 
+def read_nodes(trace: Trace, dead: dict[str, Replacement]) -> set[fx.Node]:
+    """What a call computes that its outputs depend on, once these modules are replaced: a constant reads nothing."""
+    read: set[fx.Node] = set()
+    for node in reversed(trace.nodes):
+        if node.op == "output" or node in read:
+            home = next((path for path in trace.paths[node] if path in dead), None)
+            if home is None or dead[home].kind != "constant":
+                read.update(node.all_input_nodes)
+    return read
+
+
 def unread(ctx: Analysis, every: list[Borders]) -> dict[str, Replacement]:
     """The outermost modules none of whose numbers matter any more."""
     found: dict[str, Replacement] = {}

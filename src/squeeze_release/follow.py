@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from .analyse import Analysis, rule_of, widths
 from .attributes import Key, Option, Slot, chosen, others, wishes
+from .blocks import read_nodes
 from .copies import borrowed, emptied, hollow
 from .errors import ExportError, InputError
 from .facts import Fact
@@ -172,6 +173,9 @@ def _compare(ctx: Analysis, live: Live, plan: Plan, old: Trace, new: Trace) -> P
     by_node = {op.node: op for op in ctx.ops}
     before = [node for node in _plain(old, plan) if not _cuts_nothing(by_node.get(node), live)]
     after = [node for node in _plain(new, plan) if not _is_whole(node)]
+    if len(after) < len(before):  # torch.export may leave out what nobody reads any more
+        read = read_nodes(old, plan.dead) | read_nodes(new, {})
+        before, after = ([node for node in nodes if node in read] for nodes in (before, after))
     if len(after) < len(before):
         idle = _copies_once(by_node, live)
         before = [node for node in before if node not in idle]

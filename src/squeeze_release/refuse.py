@@ -59,8 +59,8 @@ def _let_less_go(ctx: Analysis, module: str, text: str) -> bool:
     elif step <= _LAST:
         ctx.refused[module] = _LAST
         ctx.pins += [(compact(layer).unique(), module, text) for fact in _around(ctx, module) for layer in fact.layers]
-    elif module:  # the fault is not there but in the code that calls it, and so for all of its class
-        return any([_let_less_go(ctx, path, text) for path in _callers(ctx, module)])
+    elif module:  # the fault is not there but in the code that calls it
+        return refuse(ctx, _caller(ctx, module), text)
     elif step == _LAST + 1:
         ctx.pins.append((torch.arange(len(ctx.labels.parent)), module, text))
         ctx.whole |= {path for path, _ in ctx.model.named_modules()}
@@ -152,13 +152,12 @@ def _tie_widths(ctx: Analysis, module: str, facts: Iterable[Fact]) -> bool:
 _TIES = (_tie_heads, _tie_laid_out, _tie_all)
 
 
-def _callers(ctx: Analysis, module: str) -> list[str]:
-    """The module whose code calls this one, and all of its class that are no deeper in the model: so it ends."""
-    caller = ctx.model.get_submodule(module := module.rpartition(".")[0])
-    while module and type(caller).__module__ == "torch.nn.modules.container":
-        caller = ctx.model.get_submodule(module := module.rpartition(".")[0])
-    alike = (path for path, other in ctx.model.named_modules() if path and type(other) is type(caller))
-    return [path for path in alike if path.count(".") <= module.count(".")] if module else [""]
+def _caller(ctx: Analysis, module: str) -> str:
+    """The module whose code calls this one."""
+    module = module.rpartition(".")[0]
+    while module and type(ctx.model.get_submodule(module)).__module__ == "torch.nn.modules.container":
+        module = module.rpartition(".")[0]
+    return module
 
 
 def _around(ctx: Analysis, module: str) -> Iterator[Fact]:

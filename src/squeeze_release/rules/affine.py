@@ -14,7 +14,7 @@ from ..labels import Live
 from ..pieces import constant_rows, matvec, read_columns, spans
 from . import parts
 from .base import Facts, Op, Rule, blank, contracted, passed_on, rule
-from .carriers import Request, carried, known, request
+from .carriers import Request, carried, known, offset_carried, request
 
 if TYPE_CHECKING:
     from ..analyse import Analysis
@@ -43,13 +43,13 @@ class Affine(Rule):
 
     Constant: y_j, where every x_k with W_jk != 0 is constant (in front of zero padding: is 0).
     Need: x_k, where some living row j has W_jk != 0 and x_k is neither such a constant nor carried by others.
-    Absorb: b_j += W_jk c_k for every constant x_k that goes; what a bias cannot hold goes into the columns of carriers
-    (`rules/carriers.py`). A missing bias is created. Unread coordinates of a model input are left out by an index.
+    Absorb: b_j += W_jk c_k for every constant x_k that goes; a missing bias is created, one that is put together from
+    parameters takes it piece by piece (`rules/joined.py`). What a bias cannot hold goes into the columns of carriers
+    (`rules/carriers.py`): all of it where the bias is shared, computed, or not used by the module's own forward.
+    Unread coordinates of a model input are left out by an index.
     Exact: folds are computed in float64 and depend on no position, so they hold at every resolution.
-    A bias that is put together from several parameters takes it piece by piece (`rules/joined.py`).
-    Keeps: a constant where there is no bias to take it (one that is shared, computed, or not used by the module's own
-    forward), where it is huge and cancels against others, or where calls of one module see different ones; everything
-    where the weight is computed.
+    Keeps: a constant that is huge and cancels against others, or that calls of one module see differently, or where
+    neither bias nor weight may change; everything where the weight is computed.
     """
 
     def geometry(self, op: Op) -> Geometry:
@@ -71,8 +71,7 @@ class Affine(Rule):
         x, out = op.given["input"], blank(op)
         assert isinstance(out, Fact)
         dim = len(x.shape) + geometry.channel
-        columns = self._columns(op, ctx, x, dim, name, geometry)
-        rows = self._rows(op, ctx, name, geometry)
+        columns, rows = self._columns(op, ctx, x, dim, name, geometry), self._rows(op, ctx, name, geometry)
         for d in range(2, len(op.given["weight"].shape)):
             ctx.pin_param(name, d, op, "taps of a convolution")
         op.memo.update(geometry=geometry, weight=name, columns=columns, rows=rows)
@@ -118,12 +117,11 @@ class Affine(Rule):
                 ctx.pin(fixed, op, "a depthwise convolution with a forward of its own")
 
     def _rows(self, op: Op, ctx: Analysis, name: str, geometry: Geometry) -> Tensor | None:
-        rows = ctx.param_labels(name, geometry.rows)
+        rows, bias = ctx.param_labels(name, geometry.rows), op.param("bias")
         if rows is not None and geometry.rows == 1 and geometry.groups > 1:
             ctx.pin(rows, op, "a grouped transposed convolution shares its columns between groups")
             rows = ctx.labels.fresh(len(rows) * geometry.groups)
             ctx.pin(rows, op, "a grouped transposed convolution keeps its outputs")
-        bias = op.param("bias")
         if bias is not None and rows is not None:
             mine = ctx.param_labels(bias, 0)
             if mine is not None:
@@ -179,9 +177,19 @@ class Affine(Rule):
         return read_columns(self.matrix(ctx.tensor(op.memo["weight"]), op.memo["geometry"]), alive)
 
     def _table(self, op: Op, ctx: Analysis) -> Tensor:
-        """What every call knows of the columns."""
+        """What every call knows of the columns; constants that no bias takes are to be carried."""
         table, width = ctx.agreed(op.memo["weight"]), len(op.memo["columns"])
-        return table if len(table) == width else torch.full((width, 1), torch.nan, dtype=torch.float64)
+        if len(table) != width:
+            return torch.full((width, 1), torch.nan, dtype=torch.float64)
+        return offset_carried(table) if self._carries_all(op, ctx, table) else table
+
+    def _carries_all(self, op: Op, ctx: Analysis, table: Tensor) -> bool:
+        """Whether there is no bias to fold constants into, and the weight may change in its stead."""
+        if "carriers" not in ctx.options or self._depthwise(op, ctx) or not self._can_carry(op, ctx, table):
+            return False
+        if "carries_all" not in op.memo:
+            op.memo["carries_all"] = not any(map(ctx.can_fold, ctx.readers_of(op.memo["weight"])))
+        return bool(op.memo["carries_all"])
 
     def _refuse(self, op: Op, ctx: Analysis, live: Live, read: Tensor, table: Tensor) -> None:
         """Keep the known channels that neither a bias nor a carrier can take over."""
@@ -194,9 +202,8 @@ class Affine(Rule):
             live.mark(columns[bad], op.where, "folding this constant would lose digits")
         carried = read & (table.nan_to_num(0.0)[:, 1:] != 0).any(1)
         if bool(carried.any()) and not self._can_carry(op, ctx, table):
-            live.mark(
-                columns[carried], op.where, "not the same at every position, and its weight is read elsewhere too"
-            )
+            text = "not the same at every position, and its weight is read elsewhere too"
+            live.mark(columns[carried], op.where, text)
 
     def _can_carry(self, op: Op, ctx: Analysis, table: Tensor) -> bool:
         """Whether the weight may change: nobody reads it otherwise. A depthwise output reads one channel only."""
@@ -246,7 +253,7 @@ class Affine(Rule):
     def absorb(self, op: Op, ctx: Analysis, live: Live, plan: Plan) -> None:
         if "weight" not in op.memo:
             return
-        geometry = op.memo["geometry"]
+        geometry: Geometry = op.memo["geometry"]
         if op in ctx.cut:
             assert isinstance(op.out, Fact)
             plan.constant_rows(op, uniform(op.out.value, geometry.channel))
@@ -302,8 +309,7 @@ class Affine(Rule):
         rows, columns, geometry = op.memo["rows"], op.memo["columns"], op.memo["geometry"]
         if rows is None:
             return
-        keep = live[rows]
-        if bool(keep.all()) and (columns is None or bool(live[columns].all())):
+        if bool((keep := live[rows]).all()) and (columns is None or bool(live[columns].all())):
             return
         source = torch.arange(geometry.groups).repeat_interleave(len(rows) // geometry.groups)
         here = live[columns] if columns is not None else torch.ones(geometry.groups, dtype=torch.bool)

@@ -1,8 +1,8 @@
 """Carriers: channels that stay so that others, whose numbers they determine, can go.
 
 A channel may be no constant and still be known: x_k = o_k + F_k1 f_1 + .. + F_kr f_r, where the f are functions of the
-position that all channels share. In front of zero padding f is the padded 1; behind a layer norm it is 1/sigma and
-mu/sigma; behind an RMS norm 1/rms. Then r channels carry all others:
+position that all channels share. In front of zero padding f is the padded 1; in front of a layer that can take no bias,
+1 itself; behind a layer norm it is 1/sigma and mu/sigma; behind an RMS norm 1/rms. Then r channels carry all others:
 
     F_k = sum_i a_ki F_i   =>   x_k = o_k + sum_i a_ki (x_i - o_i)
 
@@ -27,7 +27,7 @@ from ..facts import Fact, uniform
 from ..labels import Live
 
 MOST_GROWTH = 1e3
-CARRIES = "carries other constants too, for zero padding or a norm makes them differ from place to place"
+CARRIES = "carries constants that no bias can take: zero padding or a norm makes them vary, or there is no such bias"
 _ROUNDING = 1e-13
 _GOOD = 0.01  # a candidate with this share of the best one's residual will do
 
@@ -58,13 +58,19 @@ def known(fact: Fact, dim: int, *, padded: bool, carriers: bool) -> Tensor:
         offset = uniform(fact.span.offset, dim)
         columns = [torch.where(constant.isnan(), offset, constant)]
         columns += [torch.where(constant.isnan(), uniform(part, dim), 0.0) for part in fact.span.parts]
-    if padded:
-        columns = [torch.where(columns[0].isnan(), columns[0], 0.0), *columns[1:], columns[0]]
     table = torch.stack(columns, 1)
+    if padded:
+        table = offset_carried(table)
     lost = table.isnan().any(1)
     if not carriers:
         lost |= (table[:, 1:] != 0).any(1)
     return torch.where(lost[:, None], torch.nan, table)
+
+
+def offset_carried(table: Tensor) -> Tensor:
+    """The same with the offset as one more function: behind padding it is none, or there is no bias to take it."""
+    offset = table[:, :1]
+    return torch.cat([torch.where(offset.isnan(), offset, 0.0), table[:, 1:], offset], 1)
 
 
 def express(wanted: Tensor, have: Tensor) -> tuple[Tensor, Tensor, Tensor]:
