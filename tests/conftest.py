@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers must not fight over two cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,3 +47,12 @@ make_torchvision_importable()
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Bits depend on how many threads share a sum, and seconds on how many there are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -13,12 +13,7 @@ from torch.nn.utils import prune
 import squeeze_release as sr
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def wide(width: int) -> nn.Module:

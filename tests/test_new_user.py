@@ -21,17 +21,9 @@ from typer.testing import CliRunner
 import squeeze_release as sr
 from squeeze_release import cli
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STARTED = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 SUFFIXES = (".onnx", ".pt2")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Bits depend on how many threads share a sum."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def pruned_convnext(name: str) -> nn.Module:

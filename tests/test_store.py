@@ -23,16 +23,8 @@ import squeeze_release as sr
 from squeeze_release.modules import CompensatedLayerNorm, IndexedLinear, NarrowMultiheadAttention, PlacedLinear, Shift
 from squeeze_release.store.standins import make
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SLOW_START = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Bits depend on how many threads share a sum."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_the_same_logits_in_a_new_process(tmp_path):
