@@ -12,7 +12,6 @@ from torch.nn.utils import prune
 
 import squeeze_release as sr
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
