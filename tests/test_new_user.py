@@ -105,3 +105,50 @@ def carry_on(smalls: dict[str, nn.Module], inputs: dict[str, Tensor], folder: Pa
                 for i, value in enumerate(stored.run(small, x)):
                     error = float((found[str(i)] - value).abs().max() / value.abs().max())
                     assert error <= 1e-5, (name, suffix, ending, i)
+
+
+def wide_encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(128, 4, dim_feedforward=2048, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def wide_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=40, num_key_value_heads=2, use_cache=False, **sizes))
+
+
+def wide_bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 128, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return BertModel(BertConfig(vocab_size=40, **sizes))
+
+
+HIDDEN = ("linear1", "gate_proj", "intermediate.dense", "conv1")  # the first layer of every block
+
+
+@torch.no_grad()
+def let_half_die(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if path.endswith(HIDDEN) and path != "conv1":
+            module.weight[: len(module.weight) // 2] = 0
+            if getattr(module, "bias", None) is not None:
+                module.bias[: len(module.weight) // 2] = 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet18", "encoder", "llama", "bert"])
+def test_others_are_faster_after_two_squeezes_with_a_training_step_between(name: str) -> None:
+    """Those above are too small for it: there the clock counts calls, not channels."""
+    build = {"resnet18": stored.MODELS["resnet18"], "encoder": wide_encoder, "llama": wide_llama, "bert": wide_bert}
+    model = noisy(build[name]()).eval()
+    tokens, floats = torch.randint(0, 40, (8, 64)), torch.randn(8, 64, 128)
+    x = {"resnet18": torch.randn(8, 3, 64, 64), "encoder": floats}.get(name, tokens)
+    let_half_die(model)
+    small = sr.squeeze(model, x).model
+    stored.step(small, x)
+    let_half_die(small)
+    small = sr.squeeze(small, x).model
+    assert sr.bench((model, small), x, seconds=0.5).speedup() > 1.2
