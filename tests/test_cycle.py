@@ -181,7 +181,9 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize(
-    "changes", [{}, {"mode": "baseline"}, {"judged": "at once", "threshold": 0.6}], ids=["cycle", "baseline", "at once"]
+    "changes",
+    [{}, {"mode": "baseline"}, {"judged": "at once", "threshold": 0.6}, {"grain": "channel", "last_ratio": 0.5}],
+    ids=["cycle", "baseline", "at once", "channels"],
 )
 def test_a_run_that_breaks_goes_on_as_if_it_had_not(tmp_path: Path, part: int, changes: dict[str, Any]) -> None:
     config, lines = replace(tiny.CONFIG, **changes), Lines()
@@ -268,7 +270,7 @@ def test_a_teacher_is_the_unpruned_network() -> None:
     assert all(same_weights(teacher, result.network(0)) for teacher in seen) and seen
 
 
-@pytest.mark.parametrize("field", ["mode", "schedule", "score", "judged"])
+@pytest.mark.parametrize("field", ["mode", "schedule", "score", "judged", "grain"])
 def test_a_config_that_makes_no_sense_is_refused(field: str) -> None:
     with pytest.raises(sr.InputError, match=f"{field}='nonsense' is not a known value"):
         sr.CycleConfig(**{field: "nonsense"})

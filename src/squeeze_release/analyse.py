@@ -287,7 +287,7 @@ class Analysis:
         for op in self.ops:
             for stale in ("done", "read", "carried"):
                 op.memo.pop(stale, None)
-        self._mark_fixed(live)
+        self.mark_fixed(live)
         for grid in self.grids:  # the finest last, so that it counts
             if grid.outer is not None and grid.ragged:
                 live.row_of[grid.labels] = grid.outer[:, None].expand_as(grid.labels)
@@ -314,7 +314,8 @@ class Analysis:
                 self._keep_one(live)
         return live
 
-    def _mark_fixed(self, live: Live) -> None:
+    def mark_fixed(self, live: Live) -> None:
+        """Let stay what may never go: outputs, what no rule understands, what the user keeps."""
         for fact in self.outputs:
             for layer in fact.layers:
                 live.mark(compact(layer).unique(), "output", "an output of the model")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import Replacement, inside
+from .blocks import Replacement, inside, within
 from .labels import Live
 from .norms import Norm
 from .rules import Op
@@ -94,6 +94,10 @@ class Plan:
     @property
     def empty(self) -> bool:
         return not (self.slices or self.placed or self.dead or self.plain)
+
+    def cuts(self, module: str) -> bool:
+        """Whether any parameter of a module, or inside it, is sliced."""
+        return any(within(name, module) for name in self.slices)
 
     # What rules say in `absorb`:
 

@@ -294,6 +294,8 @@ def inherit(new: nn.Module, old: nn.Module) -> nn.Module:
         "_forward_hooks_always_called",
     ):
         setattr(new, hooks, getattr(old, hooks))
+    if isinstance(new, Passthrough) and hasattr(old, "batch_first"):
+        new.batch_first = old.batch_first
     return new
 
 

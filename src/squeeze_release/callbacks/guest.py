@@ -62,7 +62,7 @@ class Guest(Subject):
 
     def adopt(self, model: nn.Module, structure: str = "") -> None:
         super().adopt(model, structure)
-        self.worth = AveragedScores(model, self.prunable())
+        self.worth = AveragedScores(model, self.masks.names)
         self.steps = 0
 
     def targets(self, model: nn.Module) -> list[Target]:
@@ -121,7 +121,7 @@ class Guest(Subject):
         self.steps += 1
 
     def _finite(self) -> bool:
-        gradients = [p.grad for name in self.prunable() if (p := self.model.get_parameter(name)).grad is not None]
+        gradients = [p.grad for name in self.masks.names if (p := self.model.get_parameter(name)).grad is not None]
         return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def training_ends(self) -> None:

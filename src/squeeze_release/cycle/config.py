@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SCHEDULES = {"cubic": cubic, "linear": linear}
 MODES = ("squeeze-release", "baseline")
 SCORES = ("last", "mean")
+GRAINS = ("weight", "channel")
 JUDGED = ("at once", "after training")
 
 
@@ -43,6 +44,7 @@ class Config:
         max_cycles: the run ends after so many.
         score: |grad * weight| on the "last" batch, or its "mean" over the epoch.
         finish_units: above 0, prefers weights of rows and columns that are nearly dead; see `prune.toward_dead_units`.
+        grain: a "weight", or a row or filter, as the next three say; or a whole "channel", see `prune.find_channels`.
         conv: in which units weights of convolutions go; see `prune.find_targets`.
         joint: rows of q, k and v go together; see `prune.find_targets`.
         skip: names of modules that are left alone.
@@ -68,6 +70,7 @@ class Config:
     max_cycles: int = 100
     score: str = "last"
     finish_units: float = 0.0
+    grain: str = "weight"
     conv: str = "filter"
     joint: bool = False
     skip: tuple[str, ...] = ()
@@ -78,7 +81,7 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        choices = {"mode": MODES, "schedule": tuple(SCHEDULES), "score": SCORES, "judged": JUDGED}
+        choices = {"mode": MODES, "schedule": tuple(SCHEDULES), "score": SCORES, "judged": JUDGED, "grain": GRAINS}
         for name, allowed in choices.items():
             check_choice(name, getattr(self, name), allowed, of="CycleConfig", consequence="no run was started")
 

@@ -65,7 +65,7 @@ class Run(Subject):
         if self.optimizer is None:
             self.optimizer = self._make_optimizer(self.model, self.state.phase)
             self.optimizer.register_step_post_hook(self.masks.keep)
-            self._averaged = AveragedScores(self.model, self.prunable())
+            self._averaged = AveragedScores(self.model, self.masks.names)
             if self.config.score == "mean" and self.state.phase == "prune":
                 self.optimizer.register_step_pre_hook(self._averaged.see)
             self._wrapped = self.devices.prepare(self.model, self.optimizer)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..prune import Masks, Target, find_targets, toward_dead_units
+from ..prune import ChannelMasks, Masks, Target, find_channels, find_targets, toward_dead_units
 from ..squeeze import Squeezed, squeeze
 from ..trace import as_calls
 from .config import Config, Listener, Point, State
@@ -29,7 +29,7 @@ class Subject:
 
     inplace = False  # squeeze the model itself, not a copy
     model: nn.Module
-    masks: Masks
+    masks: Masks | ChannelMasks
     scored: dict[str, Tensor] | None = None  # what the weights were worth in the last epoch, if an update goes by it
     before: Snapshot | None = None  # of the update that is under way
 
@@ -51,15 +51,20 @@ class Subject:
     def adopt(self, model: nn.Module, structure: str = "") -> None:
         """Go on with another network, all of whose weights are alive."""
         self.model, self.scored, self.before = model, None, None
-        self.masks = Masks(model, self.targets(model))
+        self.masks = self._all_alive(model)
         self.state = replace(self.state, structure=structure)
+
+    def _all_alive(self, model: nn.Module) -> Masks | ChannelMasks:
+        if self.config.grain == "channel":
+            return ChannelMasks(model, find_channels(model, self.example_inputs, self.kwargs, skip=self.config.skip))
+        return Masks(model, self.targets(model))
 
     def targets(self, model: nn.Module) -> list[Target]:
         config = self.config
         return find_targets(model, conv=config.conv, joint=config.joint, skip=config.skip)
 
     def check_targets(self) -> None:
-        if not self.masks.targets:
+        if not self.masks.names:
             raise InputError(
                 "there is no weight to prune",
                 where=type(self.model).__name__,
@@ -112,15 +117,12 @@ class Subject:
 
     # ----------------------------------------------------------------------------------------------------------- scores
 
-    def prunable(self) -> list[str]:
-        return [name for target in self.masks.targets for name in target.names]
-
     def gathered(self) -> dict[str, Tensor]:
         """What the weights were worth in the epochs since the last update."""
         raise NotImplementedError
 
     def scores(self) -> dict[str, Tensor]:
-        names, found = self.prunable(), self.gathered()
+        names, found = self.masks.names, self.gathered()
         found = self.devices.average({name: found[name] for name in names})
         return toward_dead_units(found, names, self.config.finish_units) if self.config.finish_units else found
 

@@ -14,6 +14,8 @@ class Passthrough(nn.Module):
     `outputs` is for blocks that return a tuple: n of them, the first one and then None.
     """
 
+    in_proj_bias = None  # nn.TransformerEncoder asks its layers' attention: without one it leaves the fast path
+
     def __init__(self, *, outputs: int = 0) -> None:
         super().__init__()
         self.outputs = outputs

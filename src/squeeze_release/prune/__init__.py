@@ -9,6 +9,7 @@
 Scores are functions that return one number a weight, schedules are functions of the progress from 0 to 1.
 """
 
+from .channels import ChannelMasks, Channels, find_channels
 from .masks import Masks
 from .schedules import constant, cubic, linear
 from .scores import AveragedScores, gradient_times_weight, magnitude, random, snip, synflow, toward_dead_units
@@ -16,10 +17,13 @@ from .targets import Target, find_targets
 
 __all__ = [
     "AveragedScores",
+    "ChannelMasks",
+    "Channels",
     "Masks",
     "Target",
     "constant",
     "cubic",
+    "find_channels",
     "find_targets",
     "gradient_times_weight",
     "linear",

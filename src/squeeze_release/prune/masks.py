@@ -14,7 +14,43 @@ from .targets import Target
 SCOPES = ("global", "layer")
 
 
-class Masks:
+class Keeper:
+    """Weights of a model of which some are zero, and stay so."""
+
+    def __init__(self, weights: dict[str, nn.Parameter]) -> None:
+        self._weights = weights
+        self._factors: list[Tensor] | None = None  # one a weight; None while nothing is pruned
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that scores are needed of."""
+        return list(self._weights)
+
+    @property
+    def total(self) -> int:
+        """All weights that there are to prune."""
+        return sum(weight.numel() for weight in self._weights.values())
+
+    def named(self) -> dict[str, Tensor]:
+        """Parameter -> mask of its own shape, as `torch.nn.utils.prune.custom_from_mask` takes it."""
+        raise NotImplementedError
+
+    def changed(self) -> None:
+        """Zero what was pruned just now."""
+        self._factors = None
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self, *_: Any) -> None:
+        """Zero what is pruned: a hook for `optimizer.register_step_post_hook`, of a few kernels for all weights."""
+        if self._factors is None:
+            masks = self.named()
+            self._factors = [masks[name].to(weight.dtype) for name, weight in self._weights.items()]
+        if self._factors:
+            torch._foreach_mul_(list(self._weights.values()), self._factors)
+
+
+class Masks(Keeper):
     """Which units of a model are alive. What is pruned is zero in the weights themselves: anyone can read it there.
 
     >>> net = nn.Linear(4, 2)
@@ -25,19 +61,13 @@ class Masks:
     """
 
     def __init__(self, model: nn.Module, targets: Sequence[Target]) -> None:
+        super().__init__({name: model.get_parameter(name) for target in targets for name in target.names})
         self.targets = list(targets)
-        self._weights = {name: model.get_parameter(name) for target in targets for name in target.names}
         self.units = [self._ones(target) for target in targets]
-        self._factors: list[Tensor] | None = None  # one a weight; None while nothing is pruned
 
     def _ones(self, target: Target) -> Tensor:
         weights = {name: torch.ones_like(self._weights[name]) for name in target.names}
         return target.unit_scores(weights) > 0
-
-    @property
-    def total(self) -> int:
-        """All weights that there are to prune."""
-        return sum(weight.numel() for weight in self._weights.values())
 
     @property
     def alive(self) -> int:
@@ -45,7 +75,6 @@ class Masks:
         return sum(int(units.sum()) * slots for units, slots in zip(self.units, self._slots(), strict=True))
 
     def named(self) -> dict[str, Tensor]:
-        """Parameter -> mask of its own shape, as `torch.nn.utils.prune.custom_from_mask` takes it."""
         return {
             name: target.expand(units, self._weights[name]).clone()
             for target, units in zip(self.targets, self.units, strict=True)
@@ -71,17 +100,7 @@ class Masks:
         else:
             each = zip(ranked, self.units, slots, strict=True)
             self.units = [_choose([score], [units], [slot], keep)[0] for score, units, slot in each]
-        self._factors = None
-        self.keep()
-
-    @torch.no_grad()
-    def keep(self, *_: Any) -> None:
-        """Zero what is pruned: a hook for `optimizer.register_step_post_hook`, of a few kernels for all weights."""
-        if self._factors is None:
-            masks = self.named()
-            self._factors = [masks[name].to(weight.dtype) for name, weight in self._weights.items()]
-        if self._factors:
-            torch._foreach_mul_(list(self._weights.values()), self._factors)
+        self.changed()
 
     def state(self) -> dict[str, Tensor]:
         return {str(i): units for i, units in enumerate(self.units)}

@@ -277,7 +277,7 @@ class Attention(Contraction):
         width = int(live[qk].sum(1).max())
         scale = op.given.get("scale")
         if isinstance(ctx.model.get_submodule(op.module), (nn.MultiheadAttention, NarrowMultiheadAttention)):
-            if not bool(live[qk].all() & live[values].all()):
+            if plan.cuts(op.module):  # torch's own takes the width of its input for that of all heads
                 plan.attention(
                     op.module,
                     count=int(live[qk].any(1).sum()),

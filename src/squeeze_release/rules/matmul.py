@@ -124,7 +124,7 @@ class Matmul(Contraction):
         qk = torch.unique(scores[0].memo["table"], dim=0)
         values = compact(list(op.facts())[-1].along(-1)[0])
         values = torch.unique(values.reshape(-1, values.size(-1)), dim=0)
-        if bool(live[qk].all() & live[values].all()):
+        if not plan.cuts(op.module):
             return
         plan.attention(
             op.module,

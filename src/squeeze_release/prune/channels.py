@@ -1,0 +1,162 @@
+"""Channels: all that one channel holds, in every parameter, goes at once, and squeezing leaves nothing of it behind.
+
+Which slices of which parameters make up a channel is what the analysis of a squeeze finds out anyway: a channel of a
+residual stream is a row of every layer that writes it, a column of every layer that reads it, an entry of every norm.
+Heads, and groups of a convolution, go as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..analyse import analyse
+from ..copies import copy_model
+from ..labels import Grid, Labels, Live
+from ..trace import as_calls, trace
+from ..unwrap import unwrap
+from .masks import Keeper
+
+FIXED = -1
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Parameter -> dimension -> the number of the channel at every index, -1 where it may not go."""
+
+    of: dict[str, dict[int, Tensor]]
+    count: int
+
+
+def find_channels(
+    model: nn.Module, example_inputs: Any, kwargs: dict[str, Any] | None = None, *, skip: Iterable[str] = ()
+) -> Channels:
+    """What goes together in any model that can be squeezed. Inputs, outputs and what no rule understands stay.
+
+    Args:
+        skip: names of modules whose widths are left alone.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    >>> find_channels(net, torch.randn(4, 2), skip=["2"]).count
+    2
+    """
+    copy = copy_model(unwrap(model)).eval()
+    ctx = analyse(copy, [trace(copy, call) for call in as_calls(example_inputs, kwargs)], "all", tuple(skip))
+    _bind_rows(ctx.labels, ctx.grids)
+    fixed = Live(ctx.labels)
+    ctx.mark_fixed(fixed)
+    parameters = dict(copy.named_parameters())
+    found: dict[str, dict[int, Tensor]] = {}
+    for name, dims in ctx.param_dims.items():
+        for dim, labels in enumerate(dims):
+            if name in parameters and labels is not None and not bool(fixed[labels].all()):
+                found.setdefault(name, {})[dim] = torch.where(fixed[labels], FIXED, fixed.root[labels])
+    return _numbered(found)
+
+
+def _bind_rows(labels: Labels, grids: Sequence[Grid]) -> None:
+    """Of tables of heads or groups only whole rows go; of a table of such rows (q, k and v by heads) whole columns."""
+    stands_for_row = torch.zeros(len(labels.parent), dtype=torch.bool)
+    for grid in grids:
+        if grid.outer is not None:
+            stands_for_row[grid.outer] = True
+    for grid in grids:
+        if bool(stands_for_row[grid.labels].all()):
+            labels.merge(grid.labels, grid.labels[:1].expand_as(grid.labels))
+            continue
+        labels.merge(grid.labels, grid.labels[:, :1].expand_as(grid.labels))
+        if grid.outer is not None:
+            labels.merge(grid.labels[:, 0], grid.outer)
+
+
+def _numbered(found: dict[str, dict[int, Tensor]]) -> Channels:
+    """From any integers to 0, 1, 2 ..."""
+    every = [at for dims in found.values() for at in dims.values()]
+    used = torch.cat([torch.tensor([FIXED]), *every]).unique()
+    return Channels(
+        {name: {dim: torch.searchsorted(used, at) - 1 for dim, at in dims.items()} for name, dims in found.items()},
+        len(used) - 1,
+    )
+
+
+class ChannelMasks(Keeper):
+    """Which channels of a model are alive; used as `Masks` is.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> masks = ChannelMasks(net, find_channels(net, torch.randn(1, 4)))
+    >>> masks.prune({name: p.abs() for name, p in net.named_parameters()}, keep=0.5)
+    >>> int(net[0].bias.count_nonzero()) <= 4
+    True
+    """
+
+    def __init__(self, model: nn.Module, channels: Channels) -> None:
+        super().__init__({name: model.get_parameter(name) for name in channels.of})
+        self._of = channels.of
+        self._stays = torch.ones(channels.count, dtype=torch.bool)
+
+    @property
+    def alive(self) -> int:
+        return self._count(self._stays)
+
+    def named(self) -> dict[str, Tensor]:
+        """Parameter -> mask of its own shape."""
+        return {name: self._mask(name) for name in self.names}
+
+    @torch.no_grad()
+    def prune(self, scores: Mapping[str, Tensor], keep: float) -> None:
+        """Zero the channels that matter least for what they hold, until at most `keep` of all weights are alive."""
+        room, order = keep * self.total, self._worth(scores).argsort(stable=True)
+        dead = int((~self._stays).sum())  # they come first
+        most, stays = len(order), self._stays
+        while dead < most:  # the fewest that have to go
+            gone = (dead + most) // 2
+            stays = torch.ones_like(self._stays)
+            stays[order[:gone]] = False
+            dead, most = (dead, gone) if self._count(stays) <= room else (gone + 1, most)
+        self._stays = torch.ones_like(self._stays)
+        self._stays[order[:dead]] = False
+        self.changed()
+
+    def state(self) -> dict[str, Tensor]:
+        return {"channels": self._stays}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self._stays = state["channels"].cpu()
+        self._factors = None
+
+    def _worth(self, scores: Mapping[str, Tensor]) -> Tensor:
+        """The mean score of all weights of every channel that are alive; below all others for what is dead."""
+        total, held = torch.zeros(2, len(self._stays), dtype=torch.float64)
+        for name, dims in self._of.items():
+            score, mask = scores[name].double(), self._mask(name).double()
+            for dim, at in dims.items():
+                others = [d for d in range(score.dim()) if d != dim]
+                for sums, table in ((total, score * mask), (held, mask)):
+                    here = table.sum(others).cpu() if others else table.cpu()
+                    sums.index_add_(0, at.clamp(min=0), here.where(at >= 0, 0.0))
+        return torch.where(self._stays, total / held.clamp(min=1), -torch.inf)
+
+    def _count(self, stays: Tensor) -> int:
+        """Weights that are alive: of each parameter the product of what is alive along its dimensions."""
+        whole = 0
+        for name, dims in self._of.items():
+            shape = list(self._weights[name].shape)
+            for dim, at in dims.items():
+                shape[dim] = int(_at(stays, at).sum())
+            whole += torch.Size(shape).numel()
+        return whole
+
+    def _mask(self, name: str) -> Tensor:
+        weight = self._weights[name]
+        mask = torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
+        for dim, at in self._of[name].items():
+            mask &= _at(self._stays, at).to(weight.device).view([-1 if d == dim else 1 for d in range(weight.dim())])
+        return mask
+
+
+def _at(stays: Tensor, at: Tensor) -> Tensor:
+    return stays[at.clamp(min=0)] | (at < 0)
