@@ -137,6 +137,37 @@ def test_a_floor_for_the_accuracy_chooses_the_smallest_network_above_it() -> Non
     )
 
 
+@pytest.mark.parametrize("grain", ["weight", "channel"])
+def test_a_floor_under_the_baseline_keeps_its_zeros(grain: str) -> None:
+    config = replace(tiny.CONFIG, mode="baseline", grain=grain, last_ratio=0.2)
+    free, floored = tiny.run(config), tiny.run(replace(config, min_accuracy=0.5))
+    assert floored.summary["mask_alive"] == min(point.mask_alive for point in floored.points)
+    assert floored.summary["deployable_params"] == free.summary["deployable_params"] < 700
+
+
+def test_cycles_below_the_floor_are_tried_again_half_as_far() -> None:
+    free = replace(tiny.CONFIG, grain="channel", threshold=0.0, max_drop=1.0, last_ratio=0.2)
+    lines = Lines()
+    result = tiny.run(replace(free, min_accuracy=0.93, retries=3, max_cycles=20), listeners=[lines])
+    good = [point for point in result.points[1:] if point.accuracy >= 0.93]
+    assert len(good) > 3 and len(result.points) - 1 - len(good) == 4  # one more than the retries
+    assert result.summary["deployable_params"] == good[-1].deployable_params < 100
+    sizes = [point.deployable_params for point in good]
+    assert sizes == sorted(sizes, reverse=True)  # each began where the last good one ended
+    shares = {line["cycle"]: line["alive"] / line["weights"] for line in lines.of("epoch", "prune")}
+    failed = 0
+    for point in result.points[1:]:
+        wanted = sr.prune.cubic(5 / 6, last=1 - 0.8 / 2**failed)
+        assert wanted - 0.2 < shares[point.cycle] <= wanted  # channels are large here
+        failed += point not in good
+
+
+def test_a_run_that_never_fails_its_floor_ends_as_ever() -> None:
+    assert tiny.run(replace(tiny.CONFIG, min_accuracy=0.1, retries=2)).summary["cycles"] == 3
+    with pytest.raises(sr.InputError, match="retries=2 without a floor"):
+        sr.CycleConfig(retries=2)
+
+
 def test_every_network_of_the_curve_can_be_had(tmp_path: Path) -> None:
     result = tiny.run(run_dir=tmp_path / "run")
     x, y = tiny.Training().validation
@@ -182,8 +213,14 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"mode": "baseline"}, {"judged": "at once", "threshold": 0.6}, {"grain": "channel", "last_ratio": 0.5}],
-    ids=["cycle", "baseline", "at once", "channels"],
+    [
+        {},
+        {"mode": "baseline"},
+        {"judged": "at once", "threshold": 0.6},
+        {"grain": "channel", "last_ratio": 0.5},
+        {"threshold": 0.0, "max_drop": 1.0, "min_accuracy": 0.97, "retries": 2, "max_cycles": 5},
+    ],
+    ids=["cycle", "baseline", "at once", "channels", "retries"],
 )
 def test_a_run_that_breaks_goes_on_as_if_it_had_not(tmp_path: Path, part: int, changes: dict[str, Any]) -> None:
     config, lines = replace(tiny.CONFIG, **changes), Lines()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import check_choice
+from ..errors import InputError, check_choice
 from ..prune import cubic, linear
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class Config:
         rules: of every squeeze; see `squeeze`.
         min_accuracy: the result is the smallest network whose validation accuracy is at least this; None for the last
             one.
+        retries: with such a floor, a cycle that comes to nothing or ends below it is tried again, from the smallest
+            network above it and half as far; the run ends when more than so many failed. With 0 it goes on below it.
         seed: of every draw and of every epoch's shuffling.
     """
 
@@ -78,12 +80,20 @@ class Config:
     release_pool: str = "layer"
     rules: str = "all"
     min_accuracy: float | None = None
+    retries: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         choices = {"mode": MODES, "schedule": tuple(SCHEDULES), "score": SCORES, "judged": JUDGED, "grain": GRAINS}
         for name, allowed in choices.items():
             check_choice(name, getattr(self, name), allowed, of="CycleConfig", consequence="no run was started")
+        if self.retries and self.min_accuracy is None:
+            raise InputError(
+                f"retries={self.retries} without a floor: no cycle would ever fail",
+                where="CycleConfig(retries=)",
+                consequence="no run was started",
+                remedy="give min_accuracy too",
+            )
 
 
 @dataclass(frozen=True)

@@ -147,17 +147,21 @@ def judge(run: Subject, accuracy: float) -> None:
     assert before is not None
     run.restore(before)
     first = 0 if config.judged == "at once" else config.epochs_an_update  # when the cycle's first weights went
-    run.enter("squeeze" if run.state.epoch - config.epochs_an_update > first else "final")
+    if run.state.epoch - config.epochs_an_update > first:
+        run.enter("squeeze")
+    else:
+        try_again(run)
 
 
 def let_go(run: Subject, scored: dict[str, Tensor]) -> None:
     elapsed = run.state.epoch / run.config.prune_epochs
-    run.masks.prune(scored, SCHEDULES[run.config.schedule](elapsed, last=run.config.last_ratio))
+    last = 1 - (1 - run.config.last_ratio) / 2**run.failures
+    run.masks.prune(scored, SCHEDULES[run.config.schedule](elapsed, last=last))
 
 
 def squeeze_step(run: Subject) -> None:
     """Squeeze and release. The baseline goes on with its masked network."""
-    config, number, last = run.config, run.state.cycle, run.state.points[-1]
+    config, number, last = run.config, run.state.cycle, run.started_from
     if config.mode == "baseline":
         smaller = run.masks.alive < last.mask_alive
     else:
@@ -166,7 +170,10 @@ def squeeze_step(run: Subject) -> None:
             release(small, scale=config.release_scale, pool=config.release_pool)
         run.adopt(small, run.directory.save_network(small, number))
         smaller = bool(run.masks.total) and run.sizes()["deployable_params"] < last.deployable_params
-    run.enter("finetune" if smaller else "final")
+    if smaller:
+        run.enter("finetune")
+    else:
+        try_again(run)
 
 
 def finetune_step(run: Run) -> None:
@@ -180,10 +187,22 @@ def finetune_step(run: Run) -> None:
 
 
 def end_cycle(run: Subject, accuracy: float) -> None:
-    number = run.state.cycle
+    config, number = run.config, run.state.cycle
     run.record(number, accuracy)
-    if number < run.config.max_cycles:
+    if config.retries and accuracy < (config.min_accuracy or 0.0):
+        try_again(run)
+    elif number < config.max_cycles:
         run.enter("prune", cycle=number + 1, accuracy=accuracy)
+    else:
+        run.enter("final")
+
+
+def try_again(run: Subject) -> None:
+    """A cycle came to nothing. The next one begins where it did and goes half as far; or that was the last."""
+    number = run.state.cycle
+    if number < run.config.max_cycles and run.failures < run.config.retries:
+        run.go_back()
+        run.enter("prune", cycle=number + 1, accuracy=run.started_from.accuracy)
     else:
         run.enter("final")
 
@@ -191,8 +210,8 @@ def end_cycle(run: Subject, accuracy: float) -> None:
 def final_step(run: Run) -> None:
     """An epoch of the last fine-tuning, of the network that was chosen."""
     total = run.config.final_epochs
-    if run.state.epoch == 0:
-        run.choose()
+    if run.state.epoch == 0 and run.config.min_accuracy is not None:
+        run.go_back()
     if run.state.epoch < total:
         run.train(total)
         run.log_epoch(total, run.evaluate())

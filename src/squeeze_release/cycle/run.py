@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..prune import AveragedScores, gradient_times_weight
-from .config import Config, Epoch, Evaluate, Listener, MakeOptimizer, Result, TrainEpoch, smallest
+from .config import Config, Epoch, Evaluate, Listener, MakeOptimizer, Result, TrainEpoch
 from .directory import RunDirectory
 from .subject import Subject, seeded
 
@@ -50,13 +50,11 @@ class Run(Subject):
         self.optimizer = None
         super().enter(phase, **changes)
 
-    def choose(self) -> None:
-        """With a floor for the accuracy, go on with the smallest network above it, or the best if none is."""
-        floor, points = self.config.min_accuracy, self.state.points
-        if floor is not None:
-            best = smallest(points, floor) or max(points, key=lambda point: point.accuracy)
-            name = self.directory.network_name(best.cycle)
-            self.adopt(self.devices.place(self.directory.load_network(self.origin, name)), name)
+    def go_back(self) -> None:
+        name = self.directory.network_name(self.started_from.cycle)
+        self.adopt(self.devices.place(self.directory.load_network(self.origin, name)), name)
+        if self.config.mode == "baseline":
+            self.masks.take_zeros()  # it goes on with them
 
     # --------------------------------------------------------------------------------------------------------- training
 

@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..prune import ChannelMasks, Masks, Target, find_channels, find_targets, toward_dead_units
 from ..squeeze import Squeezed, squeeze
 from ..trace import as_calls
-from .config import Config, Listener, Point, State
+from .config import Config, Listener, Point, State, smallest
 from .directory import RunDirectory
 
 Snapshot = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -62,6 +62,26 @@ class Subject:
     def targets(self, model: nn.Module) -> list[Target]:
         config = self.config
         return find_targets(model, conv=config.conv, joint=config.joint, skip=config.skip)
+
+    @property
+    def started_from(self) -> Point:
+        """The network that this cycle began with: with retries the smallest above the floor, the best if none is."""
+        floor, points = self.config.min_accuracy, self.state.points
+        if floor is None or not (self.config.retries or self.state.phase == "final"):
+            return points[-1]
+        return smallest(points, floor) or max(points, key=lambda point: point.accuracy)
+
+    @property
+    def failures(self) -> int:
+        """Cycles before this one that gave no network above the floor, if such are tried again."""
+        if not self.config.retries:
+            return 0
+        before = [point for point in self.state.points if 0 < point.cycle < self.state.cycle]
+        return self.state.cycle - 1 - sum(point.accuracy >= (self.config.min_accuracy or 0.0) for point in before)
+
+    def go_back(self) -> None:
+        """To the network that the next cycle, or the last fine-tuning, begins with."""
+        raise NotImplementedError
 
     def check_targets(self) -> None:
         if not self.masks.names:

@@ -121,6 +121,11 @@ class ChannelMasks(Keeper):
         self._stays[order[:dead]] = False
         self.changed()
 
+    @torch.no_grad()
+    def take_zeros(self) -> None:
+        self._stays = self._worth({name: weight.abs() for name, weight in self._weights.items()}) > 0
+        self.changed()
+
     def state(self) -> dict[str, Tensor]:
         return {"channels": self._stays}
 

@@ -35,6 +35,10 @@ class Keeper:
         """Parameter -> mask of its own shape, as `torch.nn.utils.prune.custom_from_mask` takes it."""
         raise NotImplementedError
 
+    def take_zeros(self) -> None:
+        """Units that are zero already count as pruned from now on."""
+        raise NotImplementedError
+
     def changed(self) -> None:
         """Zero what was pruned just now."""
         self._factors = None
@@ -100,6 +104,14 @@ class Masks(Keeper):
         else:
             each = zip(ranked, self.units, slots, strict=True)
             self.units = [_choose([score], [units], [slot], keep)[0] for score, units, slot in each]
+        self.changed()
+
+    @torch.no_grad()
+    def take_zeros(self) -> None:
+        sizes = {name: weight.abs() for name, weight in self._weights.items()}
+        self.units = [
+            units & (target.unit_scores(sizes) > 0) for target, units in zip(self.targets, self.units, strict=True)
+        ]
         self.changed()
 
     def state(self) -> dict[str, Tensor]:
