@@ -128,6 +128,48 @@ def test_the_channel_that_matters_least_goes_first_and_stays_dead() -> None:
     assert other.alive == masks.alive and all(torch.equal(m, masks.named()[n]) for n, m in other.named().items())
 
 
+def test_widths_are_multiples_where_that_is_asked_for() -> None:
+    torch.manual_seed(0)
+    model, inputs = convnext()
+    masks = ChannelMasks(model, find_channels(model, inputs), multiple=8)
+    for keep in (0.7, 0.45):
+        before = masks.named()
+        masks.prune(random(model), keep)
+        assert 0.8 * keep * masks.total < masks.alive <= keep * masks.total
+        assert not any(bool((mask & ~before[name]).any()) for name, mask in masks.named().items())  # the dead stay dead
+    small, _ = sr.squeeze(model.eval(), inputs)
+    widths = [layer.weight.size(0) for layer in small.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
+    assert all(width % 8 == 0 for width in widths[:-1]) and widths[-1] == 10 and len(set(widths)) > 3
+
+
+def test_a_filter_goes_with_the_channel_that_it_reads() -> None:
+    stem, depthwise = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 3, groups=4)
+    net = nn.Sequential(stem, nn.ReLU(), depthwise, nn.ReLU(), nn.Conv2d(8, 2, 1))
+    found = find_channels(net, images(8), skip=["4"])
+    assert found.count == 3 + 4 and bool((found.needs < 0).all())  # the last layer keeps its inputs, the filters
+    found = find_channels(net, images(8))
+    reads = found.needs[found.of["2.weight"][0]]
+    assert torch.equal(reads, found.of["0.weight"][0].repeat_interleave(2))
+    masks = ChannelMasks(net, found)
+    scores = {name: torch.ones_like(parameter) for name, parameter in net.named_parameters()}
+    scores["0.weight"][1] = scores["2.weight"][2:4] = 0.01
+    masks.prune(scores, keep=0.77)
+    assert not stem.weight[1].any() and not depthwise.weight[2:4].any() and int(depthwise.bias.count_nonzero()) == 6
+    empty = ChannelMasks(nn.ReLU(), find_channels(nn.ReLU(), torch.randn(2, 3)), multiple=8)
+    empty.prune({}, keep=0.5)
+    assert empty.total == empty.alive == 0
+
+
+def test_no_network_is_cut_in_two() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    masks = ChannelMasks(net, find_channels(net, torch.randn(1, 4)), multiple=4)
+    scores = {name: torch.rand_like(parameter) for name, parameter in net.named_parameters()}
+    scores["2.weight"] *= 1e-9  # by itself, the first to go
+    for keep in (0.5, 0.2, 0.1):
+        masks.prune(scores, keep)
+        assert all(bool(layer.weight.any()) for layer in (net[0], net[2], net[4]))
+
+
 def test_a_cycle_by_channels_is_as_large_as_its_masks_say(tmp_path: Path) -> None:
     config = replace(tiny.CONFIG, grain="channel", last_ratio=0.5, score="mean", threshold=0.7)
     whole = tiny.run(config, run_dir=tmp_path / "whole")

@@ -45,6 +45,7 @@ class Config:
         score: |grad * weight| on the "last" batch, or its "mean" over the epoch.
         finish_units: above 0, prefers weights of rows and columns that are nearly dead; see `prune.toward_dead_units`.
         grain: a "weight", or a row or filter, as the next three say; or a whole "channel", see `prune.find_channels`.
+        multiple: with channels, of what the widths should be; see `prune.ChannelMasks`.
         conv: in which units weights of convolutions go; see `prune.find_targets`.
         joint: rows of q, k and v go together; see `prune.find_targets`.
         skip: names of modules that are left alone.
@@ -73,6 +74,7 @@ class Config:
     score: str = "last"
     finish_units: float = 0.0
     grain: str = "weight"
+    multiple: int = 1
     conv: str = "filter"
     joint: bool = False
     skip: tuple[str, ...] = ()

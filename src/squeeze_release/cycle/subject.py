@@ -56,7 +56,8 @@ class Subject:
 
     def _all_alive(self, model: nn.Module) -> Masks | ChannelMasks:
         if self.config.grain == "channel":
-            return ChannelMasks(model, find_channels(model, self.example_inputs, self.kwargs, skip=self.config.skip))
+            found = find_channels(model, self.example_inputs, self.kwargs, skip=self.config.skip)
+            return ChannelMasks(model, found, self.config.multiple)
         return Masks(model, self.targets(model))
 
     def targets(self, model: nn.Module) -> list[Target]:
