@@ -150,16 +150,30 @@ def test_cycles_below_the_floor_are_tried_again_half_as_far() -> None:
     lines = Lines()
     result = tiny.run(replace(free, min_accuracy=0.93, retries=3, max_cycles=20), listeners=[lines])
     good = [point for point in result.points[1:] if point.accuracy >= 0.93]
-    assert len(good) > 3 and len(result.points) - 1 - len(good) == 4  # one more than the retries
+    assert len(good) > 2 and len(result.points) - 1 - len(good) == 4  # one more than the retries
     assert result.summary["deployable_params"] == good[-1].deployable_params < 100
     sizes = [point.deployable_params for point in good]
     assert sizes == sorted(sizes, reverse=True)  # each began where the last good one ended
     shares = {line["cycle"]: line["alive"] / line["weights"] for line in lines.of("epoch", "prune")}
     failed = 0
     for point in result.points[1:]:
-        wanted = sr.prune.cubic(5 / 6, last=1 - 0.8 / 2**failed)
+        wanted = sr.prune.cubic(5 / 6, last=0.2**0.5**failed)
         assert wanted - 0.2 < shares[point.cycle] <= wanted  # channels are large here
         failed += point not in good
+
+
+def test_the_last_fine_tuning_takes_a_larger_network_where_it_must() -> None:
+    lines = Lines()
+    free = replace(tiny.CONFIG, grain="channel", threshold=0.0, max_drop=1.0, last_ratio=0.3, max_cycles=4)
+    config = replace(free, min_accuracy=0.955, final_gain=0.5)
+    result = tiny.run(config, listeners=[lines])
+    tried = [line["weights"] for line in lines.of("epoch", "final")][:: config.final_epochs]
+    assert len(tried) > 1 and tried == sorted(tried)  # the smallest first
+    ends = [line["accuracy"] for line in lines.of("epoch", "final")][config.final_epochs - 1 :: config.final_epochs]
+    assert all(end < 0.955 for end in ends[:-1]) and ends[-1] >= 0.955
+    assert result.summary["validation_accuracy"] == ends[-1]
+    never = tiny.run(replace(free, min_accuracy=1.1, final_gain=2.0))  # out of reach: the largest of all is left
+    assert never.summary["deployable_params"] == never.points[0].deployable_params
 
 
 def test_a_run_that_never_fails_its_floor_ends_as_ever() -> None:
@@ -218,7 +232,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         {"mode": "baseline"},
         {"judged": "at once", "threshold": 0.6},
         {"grain": "channel", "last_ratio": 0.5},
-        {"threshold": 0.0, "max_drop": 1.0, "min_accuracy": 0.97, "retries": 2, "max_cycles": 5},
+        {"threshold": 0.0, "max_drop": 1.0, "min_accuracy": 0.97, "retries": 2, "max_cycles": 5, "final_gain": 0.2},
     ],
     ids=["cycle", "baseline", "at once", "channels", "retries"],
 )

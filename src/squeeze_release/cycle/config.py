@@ -54,6 +54,8 @@ class Config:
         rules: of every squeeze; see `squeeze`.
         min_accuracy: the result is the smallest network whose validation accuracy is at least this; None for the last
             one.
+        final_gain: how far below this floor a network may be before its last fine-tuning: the smallest is tried first,
+            and if it does not get above the floor, the next larger one.
         retries: with such a floor, a cycle that comes to nothing or ends below it is tried again, from the smallest
             network above it and half as far; the run ends when more than so many failed. With 0 it goes on below it.
         seed: of every draw and of every epoch's shuffling.
@@ -82,8 +84,14 @@ class Config:
     release_pool: str = "layer"
     rules: str = "all"
     min_accuracy: float | None = None
+    final_gain: float = 0.0
     retries: int = 0
     seed: int = 0
+
+    @property
+    def floor(self) -> float | None:
+        """For networks whose last fine-tuning is still to come."""
+        return None if self.min_accuracy is None else self.min_accuracy - self.final_gain
 
     def __post_init__(self) -> None:
         choices = {"mode": MODES, "schedule": tuple(SCHEDULES), "score": SCORES, "judged": JUDGED, "grain": GRAINS}
@@ -129,6 +137,7 @@ class State:
     epoch: int = 0  # how many of this phase are done
     accuracy: float | None = None  # after the update before
     points: tuple[Point, ...] = ()
+    candidate: int = 0  # for the last fine-tuning, from the smallest on
     structure: str = ""  # the file whose network has the present shapes; "" while they are those of the model given
     max_error: float = 0.0  # the largest of any squeeze, relative, in float64
     max_difference: float = 0.0  # the largest of any output, absolute, in the model's own dtype
@@ -161,5 +170,8 @@ class Result:
 
 
 def smallest(points: tuple[Point, ...], min_accuracy: float) -> Point | None:
-    good = [point for point in points if point.accuracy >= min_accuracy]
-    return min(good, key=lambda point: (point.deployable_params, point.mask_alive), default=None)
+    return min((point for point in points if point.accuracy >= min_accuracy), key=size, default=None)
+
+
+def size(point: Point) -> tuple[int, int]:
+    return point.deployable_params, point.mask_alive

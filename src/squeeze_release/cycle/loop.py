@@ -155,7 +155,7 @@ def judge(run: Subject, accuracy: float) -> None:
 
 def let_go(run: Subject, scored: dict[str, Tensor]) -> None:
     elapsed = run.state.epoch / run.config.prune_epochs
-    last = 1 - (1 - run.config.last_ratio) / 2**run.failures
+    last = run.config.last_ratio**0.5**run.failures
     run.masks.prune(scored, SCHEDULES[run.config.schedule](elapsed, last=last))
 
 
@@ -189,7 +189,7 @@ def finetune_step(run: Run) -> None:
 def end_cycle(run: Subject, accuracy: float) -> None:
     config, number = run.config, run.state.cycle
     run.record(number, accuracy)
-    if config.retries and accuracy < (config.min_accuracy or 0.0):
+    if config.retries and accuracy < (config.floor or 0.0):
         try_again(run)
     elif number < config.max_cycles:
         run.enter("prune", cycle=number + 1, accuracy=accuracy)
@@ -208,15 +208,19 @@ def try_again(run: Subject) -> None:
 
 
 def final_step(run: Run) -> None:
-    """An epoch of the last fine-tuning, of the network that was chosen."""
-    total = run.config.final_epochs
-    if run.state.epoch == 0 and run.config.min_accuracy is not None:
+    """An epoch of the last fine-tuning, of the network that was chosen; if that is not enough, of the next larger."""
+    total, floor = run.config.final_epochs, run.config.min_accuracy
+    if run.state.epoch == 0 and floor is not None:
         run.go_back()
     if run.state.epoch < total:
         run.train(total)
         run.log_epoch(total, run.evaluate())
     if run.state.epoch >= total:
-        run.enter("done", accuracy=run.evaluate())
+        accuracy, number = run.evaluate(), run.state.candidate + 1
+        if floor is not None and accuracy < floor and number < len(run.candidates):
+            run.enter("final", candidate=number)
+        else:
+            run.enter("done", accuracy=accuracy)
 
 
 STEPS: dict[str, Callable[[Run], None]] = {

@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..prune import ChannelMasks, Masks, Target, find_channels, find_targets, toward_dead_units
 from ..squeeze import Squeezed, squeeze
 from ..trace import as_calls
-from .config import Config, Listener, Point, State, smallest
+from .config import Config, Listener, Point, State, size
 from .directory import RunDirectory
 
 Snapshot = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -65,12 +65,20 @@ class Subject:
         return find_targets(model, conv=config.conv, joint=config.joint, skip=config.skip)
 
     @property
+    def candidates(self) -> list[Point]:
+        """The networks that the last fine-tuning may begin with, the smallest first; without a floor, the last one."""
+        floor, points = self.config.floor, self.state.points
+        if floor is None:
+            return [points[-1]]
+        good = sorted((point for point in points if point.accuracy >= floor), key=size)
+        return good or [max(points, key=lambda point: point.accuracy)]
+
+    @property
     def started_from(self) -> Point:
-        """The network that this cycle began with: with retries the smallest above the floor, the best if none is."""
-        floor, points = self.config.min_accuracy, self.state.points
-        if floor is None or not (self.config.retries or self.state.phase == "final"):
-            return points[-1]
-        return smallest(points, floor) or max(points, key=lambda point: point.accuracy)
+        """The network that this phase began with."""
+        if self.state.phase == "final":
+            return self.candidates[self.state.candidate]
+        return self.candidates[0] if self.config.retries else self.state.points[-1]
 
     @property
     def failures(self) -> int:
@@ -78,7 +86,7 @@ class Subject:
         if not self.config.retries:
             return 0
         before = [point for point in self.state.points if 0 < point.cycle < self.state.cycle]
-        return self.state.cycle - 1 - sum(point.accuracy >= (self.config.min_accuracy or 0.0) for point in before)
+        return self.state.cycle - 1 - sum(point.accuracy >= (self.config.floor or 0.0) for point in before)
 
     def go_back(self) -> None:
         """To the network that the next cycle, or the last fine-tuning, begins with."""
