@@ -69,6 +69,7 @@ def test_capture_in_a_graph() -> None:
         near(got, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_waits_for_the_device() -> None:
     made, x = norm(96, 20), torch.randn(50, 96, device="cuda", requires_grad=True)
     made(x).sum().backward()

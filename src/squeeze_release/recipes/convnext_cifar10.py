@@ -2,8 +2,8 @@
 
     squeeze-release run convnext-cifar10 --preset paper --rules AB --start checkpoint.safetensors --run-dir runs/ab-0
 
-Presets: `paper`, the published protocol, with --rules A or AB (the default); `quick`, a small ConvNeXt on a few images;
-`best`, where stem, downsampling and stream may shrink too.
+Presets: `paper`, the published protocol, with --rules A or AB (the default); `short`, the same at 64 pixels and with
+fewer epochs; `quick`, a small ConvNeXt on a few images; `best`, where whole channels go, of stem and stream too.
 """
 
 from __future__ import annotations
@@ -39,11 +39,16 @@ PRESETS = {
         lambda: convnext(depths=(1, 1, 2, 1), dims=(16, 32, 48, 64)),
         size=32, batch=50, rates={phase: 2e-3 for phase in RATES}, weight_decay=1e-2, images=1000,
     ),
-    "best": Preset(
-        Config(prune_epochs=20, finetune_epochs=10, final_epochs=20, score="mean", judged="after training",
-               finish_units=1.0, threshold=0.85, min_accuracy=0.91),
+    "short": Preset(
+        Config(prune_epochs=20, finetune_epochs=5, final_epochs=20, max_cycles=8, skip=UNTOUCHED, rules="AB"),
         convnext, size=64, batch=512, rates={**RATES, "prune": 3e-4, "finetune": 3e-4, "final": 3e-4},
-        weight_decay=1e-2, pad=8, distillation=0.5,
+        weight_decay=1e-2, pad=8,
+    ),
+    "best": Preset(
+        Config(prune_epochs=8, finetune_epochs=10, final_epochs=40, max_cycles=6, grain="channel", multiple=8,
+               last_ratio=0.35, score="mean", judged="after training", min_accuracy=0.92, final_gain=0.01, retries=1),
+        convnext, size=64, batch=512, rates={phase: 1e-3 for phase in RATES}, weight_decay=1e-2, pad=8,
+        distillation=0.5,
     ),
 }  # fmt: skip
 
