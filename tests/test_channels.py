@@ -165,7 +165,7 @@ def test_no_network_is_cut_in_two() -> None:
     masks = ChannelMasks(net, find_channels(net, torch.randn(1, 4)), multiple=4)
     scores = {name: torch.rand_like(parameter) for name, parameter in net.named_parameters()}
     scores["2.weight"] *= 1e-9  # by itself, the first to go
-    for keep in (0.5, 0.2, 0.1):
+    for keep in (0.5, 0.2, 0.1, 0.0):
         masks.prune(scores, keep)
         assert all(bool(layer.weight.any()) for layer in (net[0], net[2], net[4]))
 

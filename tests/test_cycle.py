@@ -302,6 +302,20 @@ def test_a_model_without_weights_to_prune_is_refused() -> None:
         tiny.run(replace(tiny.CONFIG, skip=("0", "3", "5")))
 
 
+@pytest.mark.parametrize("grain", ["weight", "channel"])
+def test_frozen_layers_keep_what_they_have(grain: str) -> None:
+    model = tiny.network()
+    model[3].requires_grad_(False)  # 32 -> 16
+    result = tiny.run(replace(tiny.CONFIG, grain=grain, last_ratio=0.3, threshold=0.0, max_drop=1.0), model=model)
+    before, after = model[3].weight, result.model[3].weight
+    if grain == "channel":
+        assert torch.equal(after, before)
+    else:  # its inputs may die, and what reads it may stop to
+        rows = [i for i in range(16) if any(set(row.tolist()) <= set(before[i].tolist()) for row in after)]
+        assert len(rows) == len(after)
+    assert result.summary["deployable_params"] < 900
+
+
 def test_a_network_of_which_nothing_is_left_ends_the_run() -> None:
     result = tiny.run(replace(tiny.CONFIG, last_ratio=0.0, threshold=0.0, max_drop=1.0))
     assert result.summary["deployable_weights"] == 0 < result.summary["deployable_params"]

@@ -66,8 +66,8 @@ class Guest(Subject):
         self.steps = 0
 
     def targets(self, model: nn.Module) -> list[Target]:
-        """What the optimizer trains. A frozen weight has no gradient, and would be the first to go."""
-        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
+        """What the optimizer trains."""
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         found = super().targets(model)
         return [target for target in found if all(id(model.get_parameter(name)) in trained for name in target.names)]
 

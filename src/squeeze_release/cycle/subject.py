@@ -56,13 +56,17 @@ class Subject:
 
     def _all_alive(self, model: nn.Module) -> Masks | ChannelMasks:
         if self.config.grain == "channel":
-            found = find_channels(model, self.example_inputs, self.kwargs, skip=self.config.skip)
-            return ChannelMasks(model, found, self.config.multiple)
+            skip = (*self.config.skip, *(name for name, module in model.named_modules() if _is_frozen(module)))
+            return ChannelMasks(
+                model, find_channels(model, self.example_inputs, self.kwargs, skip=skip), self.config.multiple
+            )
         return Masks(model, self.targets(model))
 
     def targets(self, model: nn.Module) -> list[Target]:
+        """What is trained. A frozen weight has no gradient, and would be the first to go."""
         config = self.config
-        return find_targets(model, conv=config.conv, joint=config.joint, skip=config.skip)
+        found = find_targets(model, conv=config.conv, joint=config.joint, skip=config.skip)
+        return [target for target in found if all(model.get_parameter(name).requires_grad for name in target.names)]
 
     @property
     def candidates(self) -> list[Point]:
@@ -197,6 +201,10 @@ class Subject:
         }
         self.directory.finish(dense, summary)
         return summary
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return any(not parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 def _difference(one: list[Tensor], other: list[Tensor]) -> float:

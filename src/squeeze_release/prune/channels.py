@@ -130,12 +130,12 @@ class ChannelMasks(Keeper):
     def prune(self, scores: Mapping[str, Tensor], keep: float) -> None:
         """Zero the channels that matter least for what they hold, until at most `keep` of all weights are alive.
 
-        One channel of every layer stays, so that no network is cut in two; what is dead stays dead.
+        One channel of every layer stays whatever `keep` is, so that no network is cut in two; what is dead stays dead.
         """
         worth = self._worth(scores)
-        best = _rank(self._layer, worth.argsort(descending=True, stable=True)) == 0
-        order = worth.masked_fill(best & self._stays, torch.inf).argsort(descending=True, stable=True)
-        few, many, room = 0, int(self._stays.sum()), keep * self.total
+        best = self._stays & (_rank(self._layer, worth.argsort(descending=True, stable=True)) == 0)
+        order = worth.masked_fill(best, torch.inf).argsort(descending=True, stable=True)
+        few, many, room = int(best.sum()), int(self._stays.sum()), keep * self.total
         while few < many:  # the most that may stay
             count = (few + many + 1) // 2
             few, many = (count, many) if self._count(self._best(order, count)) <= room else (few, count - 1)
