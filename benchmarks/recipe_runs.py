@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 COLUMNS = (
     "config seed accuracy mask_alive deployable_weights deployable_params cycles seconds epochs "
-    "max_error max_difference"
+    "max_error max_difference max_relative"
 ).split()
 CURVE = "config seed cycle accuracy mask_alive deployable_weights deployable_params prune_epochs".split()
 
@@ -37,7 +37,9 @@ def start(recipe: str, config: str, seed: int, args: argparse.Namespace) -> subp
     preset, mode, *changes = config.split("/")
     command = [sys.executable, "-m", "squeeze_release", "run", recipe, "--preset", preset, "--mode", mode]
     command += ["--seed", str(seed), "--run-dir", str(folder(args.runs, config, seed)), "--resume", "--quiet"]
-    command += ["--data", args.data] if args.data else []
+    for option in ("data", "start", "stop_after"):
+        if getattr(args, option):
+            command += [f"--{option.replace('_', '-')}", getattr(args, option)]
     for change in changes:
         command += ["--set", change]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
@@ -82,7 +84,7 @@ def rows(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str,
                 summary = json.loads((path / "summary.json").read_text())
                 lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
                 summary["epochs"] = sum(line["event"] == "epoch" for line in lines)
-                found.append(which | {name: summary[name] for name in COLUMNS[2:]})
+                found.append(which | {name: summary.get(name, "") for name in COLUMNS[2:]})
                 cycles += [which | {name: line[name] for name in CURVE[2:]} for line in _cycles(lines)]
     return found, cycles
 
@@ -153,6 +155,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--data", default="")
+    parser.add_argument("--start", default="", help="a checkpoint that every run starts from")
+    parser.add_argument("--stop-after", default="", help="seconds, after which runs stop, to be gone on with")
     parser.add_argument("--out", type=Path, default=None, help="where runs.csv goes; results/RECIPE")
     args = parser.parse_args(argv)
     args.out = args.out or ROOT / "results" / args.recipe

@@ -141,6 +141,7 @@ class State:
     structure: str = ""  # the file whose network has the present shapes; "" while they are those of the model given
     max_error: float = 0.0  # the largest of any squeeze, relative, in float64
     max_difference: float = 0.0  # the largest of any output, absolute, in the model's own dtype
+    max_relative: float = 0.0  # the same, relative to the largest output
     seconds: float = 0.0
 
 

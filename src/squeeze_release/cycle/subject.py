@@ -128,24 +128,20 @@ class Subject:
         started, old = time.perf_counter(), self.model.eval()
         outputs = self._outputs(old)
         small, report = squeeze(old, self.example_inputs, self.kwargs, rules=self.config.rules, inplace=self.inplace)
-        error, difference = report.max_error or 0.0, _difference(outputs, self._outputs(small))
+        errors = {"max_error": report.max_error or 0.0, **_differences(outputs, self._outputs(small))}
         seconds = time.perf_counter() - started
-        self.state = replace(
-            self.state,
-            max_error=max(self.state.max_error, error),
-            max_difference=max(self.state.max_difference, difference),
-            seconds=self.state.seconds + seconds,
-        )
+        worst = {name: max(getattr(self.state, name), error) for name, error in errors.items()}
+        self.state = replace(self.state, seconds=self.state.seconds + seconds, **worst)
         sizes = {"params_before": report.params_before, "params_after": report.params_after}
-        errors = {"max_error": error, "max_difference": difference}
         self.log("squeeze", mask_alive=self.masks.alive, **sizes, **errors, seconds=seconds)
         return Squeezed(small, report)
 
     @torch.no_grad()
     def _outputs(self, model: nn.Module) -> list[Tensor]:
-        """In the model's own dtype: what the paper compares."""
+        """In the model's own dtype, with no shortcuts of a GPU: what the paper compares."""
         calls = as_calls(self.example_inputs, self.kwargs)
-        leaves = torch.utils._pytree.tree_leaves([model(*args, **kwargs) for args, kwargs in calls])
+        with _no_tf32():
+            leaves = torch.utils._pytree.tree_leaves([model(*args, **kwargs) for args, kwargs in calls])
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
 
     # ----------------------------------------------------------------------------------------------------------- scores
@@ -197,6 +193,7 @@ class Subject:
             "unpruned_params": start.deployable_params,
             "max_error": self.state.max_error,
             "max_difference": self.state.max_difference,
+            "max_relative": self.state.max_relative,
             "seconds": round(self.state.seconds, 3),
         }
         self.directory.finish(dense, summary)
@@ -207,9 +204,28 @@ def _is_frozen(module: nn.Module) -> bool:
     return any(not parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
-def _difference(one: list[Tensor], other: list[Tensor]) -> float:
-    """The largest of any output."""
-    return max((float((a - b).abs().max()) for a, b in zip(one, other, strict=True)), default=0.0)
+def _differences(one: list[Tensor], other: list[Tensor]) -> dict[str, float]:
+    """The largest of any output, as it is and relative to the largest output."""
+    found = [(float((a - b).abs().max()), float(a.abs().max())) for a, b in zip(one, other, strict=True)]
+    relative = [difference / (size or 1.0) for difference, size in found]
+    return {
+        "max_difference": max((difference for difference, _ in found), default=0.0),
+        "max_relative": max(relative, default=0.0),
+    }
+
+
+@contextlib.contextmanager
+def _no_tf32() -> Iterator[None]:
+    """GPUs round the factors of a float32 product to 10 bits where they may: as much as 1e-3, whatever the network."""
+    flags: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [flag.allow_tf32 for flag in flags]
+    try:
+        for flag in flags:
+            flag.allow_tf32 = False
+        yield
+    finally:
+        for flag, allowed in zip(flags, before, strict=True):
+            flag.allow_tf32 = allowed
 
 
 @contextlib.contextmanager

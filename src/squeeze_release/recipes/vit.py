@@ -4,7 +4,8 @@
     squeeze-release run vit --preset best --run-dir runs/vit-cifar10
 
 Presets: `paper`, ViT-Small on a folder of ImageNet, read with --data (train/CLASS/*.JPEG and val/CLASS/*.JPEG), from
-the weights that timm has or from --start; `quick`, a small one on a few images of CIFAR-10; `best`, ViT-Small on all.
+the weights that timm has or from --start; `short`, the same protocol on CIFAR-10 at 64 pixels, with fewer epochs;
+`quick`, a small one on a few images of it; `best`, where whole channels and heads go.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def vit(name: str = "vit_small_patch16_224", **arguments: Any) -> nn.Module:
     return model
 
 
+def small_vit() -> nn.Module:
+    """ViT-Small for CIFAR-10, on images of 64 pixels."""
+    return vit(img_size=64, patch_size=8, num_classes=10)
+
+
 PRESETS = {
     "paper": Preset(
         Config(prune_epochs=100, finetune_epochs=10, final_epochs=10, threshold=0.6, rules="paper", **CYCLE),
@@ -41,12 +47,16 @@ PRESETS = {
         lambda: vit(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=4, num_classes=10),
         size=32, batch=50, rates={phase: 2e-3 for phase in RATES}, weight_decay=5e-2, images=1000,
     ),
+    "short": Preset(
+        Config(train_epochs=100, prune_epochs=40, finetune_epochs=10, final_epochs=10, threshold=0.6, rules="paper",
+               **CYCLE),
+        small_vit, size=64, batch=512, rates={**RATES, "train": 1e-3, "prune": 3e-4}, weight_decay=5e-2, pad=8,
+    ),
     "best": Preset(
-        Config(train_epochs=100, prune_epochs=40, finetune_epochs=10, final_epochs=20, threshold=0.75, score="mean",
-               judged="after training", **CYCLE),
-        lambda: vit(img_size=64, patch_size=8, num_classes=10),
-        size=64, batch=512, rates={**RATES, "train": 1e-3, "prune": 3e-4, "finetune": 3e-4, "final": 3e-4},
-        weight_decay=5e-2, pad=8, distillation=0.5,
+        Config(train_epochs=100, prune_epochs=8, finetune_epochs=10, final_epochs=40, max_cycles=5, grain="channel",
+               multiple=8, last_ratio=0.35, threshold=0.6, score="mean", judged="after training"),
+        small_vit, size=64, batch=512, rates={phase: 1e-3 for phase in RATES}, weight_decay=5e-2, pad=8,
+        distillation=0.5,
     ),
 }  # fmt: skip
 
