@@ -17,7 +17,7 @@ from PIL import Image
 
 import squeeze_release as sr
 from squeeze_release import recipes
-from squeeze_release.recipes import convnext_cifar10, data, fc_mnist, imagenet, training, vit
+from squeeze_release.recipes import convnext_cifar10, data, fc_mnist, imagenet, images, training, vit
 from squeeze_release.recipes.launch import Launch
 
 DATA = os.environ.get("SQUEEZE_RELEASE_DATA", str(Path(__file__).parents[2] / "shared" / "data"))
@@ -240,6 +240,27 @@ def test_distillation_goes_through_a_resume(tmp_path: Path) -> None:
     (tmp_path / "run" / "state.safetensors").unlink()
     again = fc_mnist.run("best", replace(launch, resume=True))
     assert again.summary | {"seconds": 0} == first.summary | {"seconds": 0}
+
+
+@pytest.mark.parametrize("name", ["convnext", "vit"])
+def test_best_prunes_whole_channels_of_the_stream_too(name: str) -> None:
+    """The preset's own configuration, on a small network and random images."""
+    preset = {"convnext": convnext_cifar10, "vit": vit}[name].PRESETS["best"]
+    networks = {
+        "convnext": lambda: convnext_cifar10.convnext(depths=(1, 1, 2, 1), dims=(16, 24, 32, 48)),
+        "vit": lambda: vit.vit(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=4, num_classes=10),
+    }
+    short = {"train_epochs": 1, "prune_epochs": 4, "finetune_epochs": 1, "final_epochs": 1, "max_cycles": 2}
+    free = {"threshold": 0.0, "max_drop": 1.0, "min_accuracy": None, "final_gain": 0.0, "retries": 0}
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (96, 3, 32, 32), generator=draw, dtype=torch.uint8)
+    part = data.Images(pixels, torch.randint(10, (96,), generator=draw))
+    small = replace(preset, build=networks[name], size=32, batch=32, config=replace(preset.config, **short, **free))
+    result = images.run_preset(small, Launch(), data.Split(part, part, part))
+    sizes = [point.deployable_params for point in result.points]
+    assert sizes[1] < 0.6 * sizes[0] and sizes[2] < 0.7 * sizes[1] and result.summary["max_error"] < 1e-10
+    stream = result.model.head.fc.in_features if name == "convnext" else result.model.head.in_features
+    assert stream % 8 == 0 and stream < 48
 
 
 def photographs(folder: Path) -> Path:
