@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..cycle import Config, Point
+from ..cycle import Config
 from ..cycle.config import Listener
 from ..errors import InputError
 from ..rehearse import Call
-from .checks import check_accuracy, check_config, check_length, check_metric, check_model, refuse_many, refused
+from .checks import check_accuracy, check_length, check_model, refuse_many, refused
 from .guest import Guest
+from .host import Host
 from .inputs import Watch, as_call
-from .resume import Resumed, check_config_of, from_state, narrow, pack, unpack
+from .resume import check_config_of, from_state, narrow, pack, unpack
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 AVERAGES = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
@@ -39,7 +40,7 @@ else:
     Callback = _callback()
 
 
-class SqueezeReleaseCallback(Callback):
+class SqueezeReleaseCallback(Host, Callback):
     """Prune, squeeze, release and fine-tune inside `Trainer.fit`. The module is narrowed in place.
 
     Args:
@@ -62,20 +63,9 @@ class SqueezeReleaseCallback(Callback):
         run_dir: str | Path | None = None,
         listeners: Sequence[Listener] = (),
     ) -> None:
-        check_config(config)
-        check_metric(metric)
-        self.config, self.metric, self.network, self.example_inputs = config, metric, network, example_inputs
-        self.run_dir, self.listeners = run_dir, listeners
-        self.summary: dict[str, Any] | None = None
-        self._guest: Guest | None = None
-        self._resumed: Resumed | None = None
-        self._watch: Watch | None = None
+        super().__init__(config, metric, example_inputs, run_dir, listeners)
+        self.network = network
         self._undo: Callable[[], None] | None = None
-
-    @property
-    def points(self) -> tuple[Point, ...]:
-        """Every cycle's network as a point of the size/accuracy curve."""
-        return self._guest.state.points if self._guest else ()
 
     # ------------------------------------------------------------------------------------------------------------ start
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..cycle import Config, Point
+from ..cycle import Config
 from ..cycle.config import Listener
 from ..errors import InputError
-from .checks import check_accuracy, check_config, check_length, check_metric, check_model, refuse_many, refused
+from .checks import check_accuracy, check_length, check_model, refuse_many, refused
 from .guest import Guest
+from .host import Host
 from .inputs import Watch, as_call
-from .resume import Resumed, check_config_of, narrow, pack, read, unpack, write
+from .resume import check_config_of, narrow, pack, read, unpack, write
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -30,7 +31,7 @@ else:
 FOR_THE_LOSS = ("labels", "label", "label_ids", "start_positions", "end_positions", "num_items_in_batch")
 
 
-class SqueezeReleaseTrainerCallback(TrainerCallback):
+class SqueezeReleaseTrainerCallback(Host, TrainerCallback):
     """Prune, squeeze, release and fine-tune inside `Trainer.train`. The model is narrowed in place.
 
     Args:
@@ -51,22 +52,10 @@ class SqueezeReleaseTrainerCallback(TrainerCallback):
         run_dir: str | Path | None = None,
         listeners: Sequence[Listener] = (),
     ) -> None:
-        check_config(config)
-        check_metric(metric)
-        self.config, self.example_inputs = config, example_inputs
+        super().__init__(config, metric, example_inputs, run_dir, listeners)
         self.metric = metric if metric.startswith("eval_") else f"eval_{metric}"
-        self.run_dir, self.listeners = run_dir, listeners
-        self.summary: dict[str, Any] | None = None
-        self._guest: Guest | None = None
-        self._resumed: Resumed | None = None
-        self._watch: Watch | None = None
         self._save_later = False
         self._seen: set[str] = set()  # metrics, since the last batch
-
-    @property
-    def points(self) -> tuple[Point, ...]:
-        """Every cycle's network as a point of the size/accuracy curve."""
-        return self._guest.state.points if self._guest else ()
 
     def resume(self, model: nn.Module, checkpoint: str | Path) -> None:
         """Give a full-size model the widths of a checkpoint, in place, and go on from there.

@@ -45,8 +45,8 @@ PRESETS = {
         weight_decay=1e-2, pad=8,
     ),
     "best": Preset(
-        Config(prune_epochs=8, finetune_epochs=10, final_epochs=40, max_cycles=6, grain="channel", multiple=8,
-               last_ratio=0.35, score="mean", judged="after training", min_accuracy=0.92, final_gain=0.01, retries=1),
+        Config(prune_epochs=8, finetune_epochs=10, final_epochs=60, max_cycles=4, grain="channel", multiple=8,
+               last_ratio=0.35, score="mean", judged="after training", min_accuracy=0.92, final_gain=0.01),
         convnext, size=64, batch=512, rates={phase: 1e-3 for phase in RATES}, weight_decay=1e-2, pad=8,
         distillation=0.5,
     ),
