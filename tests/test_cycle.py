@@ -124,6 +124,13 @@ def test_the_baseline_accumulates_one_mask_and_squeezes_once() -> None:
     assert result.summary["mask_alive"] == alive[-1] < result.summary["deployable_weights"] < 960
 
 
+@pytest.mark.parametrize("changes", [{"skip": ("3",)}, {"grain": "channel"}], ids=str)
+def test_a_baseline_ends_when_its_mask_no_longer_falls(changes: dict[str, Any]) -> None:
+    config = replace(tiny.CONFIG, mode="baseline", last_ratio=0.3, threshold=0.0, max_drop=1.0, max_cycles=6, **changes)
+    result = tiny.run(config)  # every cycle has the same schedule, so the second prunes nothing more
+    assert result.summary["cycles"] == 1 and result.summary["mask_alive"] < 960
+
+
 def test_a_floor_for_the_accuracy_chooses_the_smallest_network_above_it() -> None:
     free = tiny.run()
     floor = free.points[1].accuracy

@@ -294,7 +294,7 @@ def inherit(new: nn.Module, old: nn.Module) -> nn.Module:
         "_forward_hooks_always_called",
     ):
         setattr(new, hooks, getattr(old, hooks))
-    if isinstance(new, Passthrough) and hasattr(old, "batch_first"):
+    if isinstance(new, Passthrough) and hasattr(old, "batch_first"):  # nn.TransformerEncoder asks its first attention
         new.batch_first = old.batch_first
     return new
 

@@ -163,7 +163,7 @@ def squeeze_step(run: Subject) -> None:
     """Squeeze and release. The baseline goes on with its masked network."""
     config, number, last = run.config, run.state.cycle, run.started_from
     if config.mode == "baseline":
-        smaller = run.masks.alive < last.mask_alive
+        smaller = run.sizes()["mask_alive"] < last.mask_alive
     else:
         small = run.squeezed().model
         with seeded(config.seed, "release", number, 0):
