@@ -1,7 +1,7 @@
 """The kernels of CompensatedLayerNorm against float64: on a GPU, or anywhere with Triton's interpreter.
 
-pytest tests/test_fused.py                      # on a GPU: compiled, and the interpreter in a process of its own
-TRITON_INTERPRET=1 pytest tests/test_fused.py   # on a CPU, what needs no GPU
+pytest tests/test_fused.py                      # on a GPU: compiled
+TRITON_INTERPRET=1 pytest tests/test_fused.py   # on a CPU, what needs no GPU; Triton 3.9 (3.6 trips over numpy 2.4)
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,8 +36,6 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.fixture(autouse=True)
 def _plans_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_plans", {})
-    monkeypatch.setenv(fused.SWITCH, "1")
-    fused._ready.cache_clear()
 
 
 def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: float = 2, **how: Any) -> Any:
@@ -182,6 +178,15 @@ def test_gradients_that_are_expanded_or_transposed() -> None:
 
 
 @needs_kernels
+def test_gradients_in_a_batch() -> None:
+    made, x = norm(10, 3), torch.randn(4, 10, device=DEVICE, requires_grad=True)
+    exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()
+    vectors = torch.randn(3, 4, 10, device=DEVICE)
+    (got,) = torch.autograd.grad(run(made, x), x, vectors, is_grads_batched=True)
+    near(got, torch.stack([torch.autograd.grad(exact(wide), wide, v.double())[0] for v in vectors]))
+
+
+@needs_kernels
 def test_gradients_of_gradients() -> None:
     made, x = norm(10, 3), torch.randn(6, 10, device=DEVICE, requires_grad=True)
     exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()
@@ -191,13 +196,6 @@ def test_gradients_of_gradients() -> None:
         found.append(torch.autograd.grad(first.square().sum(), (at, weight)))
     for got, wanted in zip(*found, strict=True):
         near(got, wanted, 1e-5)
-
-
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs Triton; this is the interpreter itself")
-def test_the_same_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
 
 
 # ----------------------------------------------------------------------------------------------------------- no kernels

@@ -113,12 +113,3 @@ def test_who_needs_plain_ops_gets_them() -> None:
     x.requires_grad_()
     compiled = torch.autograd.grad(torch.compile(made)(x).sin().sum(), x)[0]
     near(compiled, torch.autograd.grad(exact(wide := x.detach().double().requires_grad_()).sin().sum(), wide)[0])
-
-
-def test_gradients_in_a_batch() -> None:
-    made, exact = module_and_twin()
-    x, vectors = torch.randn(4, 96, device="cuda", requires_grad=True), torch.randn(3, 4, 96, device="cuda")
-    wide = x.detach().double().requires_grad_()
-    (got,) = torch.autograd.grad(made(x), x, vectors, is_grads_batched=True)
-    wanted = torch.stack([torch.autograd.grad(exact(wide), wide, v.double())[0] for v in vectors])
-    near(got, wanted)

@@ -1,7 +1,5 @@
 """CompensatedLayerNorm as one kernel forward and one backward, for NVIDIA GPUs with Triton. `applies` says where.
 
-For now only where SQUEEZE_RELEASE_FUSED=1 is in the environment.
-
 Of m kept and K removed channels, C = m + K, with the removed ones' mean m_R and squared deviations M2, a row x has
 
     mu_A = sum(x) / m        d = m_R - mu_A                                    mu = mu_A + (K / C) d
@@ -22,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import warnings
 from typing import Any, NamedTuple
 
@@ -30,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-SWITCH = "SQUEEZE_RELEASE_FUSED"  # off until the kernels have been tested and timed on a GPU, beyond the interpreter
 MAX_WIDTH = 16384  # of a row that one program holds in registers
 TILE = 2048  # elements that a program holds at a time, if a row is not longer
 WARP_ELEMENTS = 512  # 16 to a thread
@@ -110,8 +106,9 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, bias, stats), dy = ctx.saved_tensors, grads[0]
-        # With create_graph these gradients will be differentiated themselves.
-        if torch.is_grad_enabled() or dy.__class__ is not Tensor or not nobody_watches():
+        # With create_graph these gradients will be differentiated themselves; a batch of them has no storage.
+        plain = dy.__class__ is Tensor and torch._C._has_storage(dy) and nobody_watches()
+        if torch.is_grad_enabled() or not plain:
             return *_written_out(x, weight, bias, dy, ctx.removed), None, None
         needed = (p if needs else None for p, needs in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True))
         return *_backward(x, weight, stats, dy.contiguous(), ctx.removed, *needed), None, None
@@ -254,7 +251,10 @@ class Plan:
             run(across, down, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *self.constants)
             return None
         kernel = getattr(_kernels(), self.kernel)
-        found = kernel[(across, down)](*tensors, *numbers, *self.constants, num_warps=self.tile.warps)
+        # Products and sums are rounded one by one, so that a network says the same with gradients and without.
+        found = kernel[(across, down)](
+            *tensors, *numbers, *self.constants, num_warps=self.tile.warps, enable_fp_fusion=False
+        )
         if aligned and found is not None and not self.tried:
             self.tried = True
             self._keep(found, (across, down, 1), device, (*pointers, *numbers, *self.constants))
@@ -295,8 +295,6 @@ def _multiprocessors(device: int) -> int:
 @functools.cache
 def _ready(device: int) -> bool:
     """Whether Triton is there and can compile and launch for this GPU: tried once, on one row."""
-    if os.environ.get(SWITCH) != "1":
-        return False
     if device < 0 or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -94,10 +96,22 @@ def distilled(
     loss = F.cross_entropy(logits, labels)
     if teacher is None:
         return loss
-    with torch.no_grad():
-        soft = F.log_softmax(teacher(x) / temperature, -1)
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        said = teacher(x.to(next(teacher.parameters()).dtype)).float()
+    soft = F.log_softmax(said / temperature, -1)
     told = F.kl_div(F.log_softmax(logits / temperature, -1), soft, log_target=True, reduction="batchmean")
     return (1 - share) * loss + share * temperature**2 * told
+
+
+@contextmanager
+def fastest_convolutions() -> Iterator[None]:
+    """cuDNN tries all that it has on the first step. Left to its rules it launches a kernel a channel on small maps."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 @dataclass(frozen=True)
@@ -114,18 +128,27 @@ class Training:
     def __call__(self, model: nn.Module, optimizer: Optimizer, epoch: Epoch) -> None:
         rate = self.rates[epoch.phase]
         set_learning_rate(optimizer, rate if epoch.phase == "prune" else cosine(rate, epoch))
-        teacher = epoch.unpruned() if self.distillation and epoch.phase != "train" else None
-        step: Callable[..., None] = partial(self._step, model, optimizer, teacher)
+        step: Callable[..., None] = partial(self._step, model, optimizer, self._teacher(epoch))
         if self.launch.one_gpu:
             step = Replayed(step)
-        for batch in islice(self.batches, max(1, round(self.share * len(self.batches)))):
-            step(*batch)
+        with fastest_convolutions():
+            for batch in islice(self.batches, max(1, round(self.share * len(self.batches)))):
+                step(*batch)
+
+    def _teacher(self, epoch: Epoch) -> nn.Module | None:
+        """Only asked, never trained: a copy in bfloat16 need not be cast at every step."""
+        if not self.distillation or epoch.phase == "train":
+            return None
+        return copy.deepcopy(epoch.unpruned()).bfloat16() if self._half else epoch.unpruned()
+
+    @property
+    def _half(self) -> bool:
+        return self.bfloat16 and self.launch.device.type == "cuda"
 
     def _step(self, model: nn.Module, optimizer: Optimizer, teacher: nn.Module | None, *batch: Tensor) -> None:
-        device = self.launch.device.type
         x, y = self.batches.take(*batch)
         optimizer.zero_grad()
-        with torch.autocast(device, torch.bfloat16, enabled=self.bfloat16 and device == "cuda"):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self._half):
             loss = distilled(model(x), y, teacher, x, self.distillation)
         self.launch.backward(loss)
         optimizer.step()
