@@ -118,7 +118,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--elements", type=int, default=2**25, help="of a large tensor (33554432), more than a cache holds")
+    parser.add_argument(
+        "--elements", type=int, default=2**25, help="of a large tensor (33554432), more than a cache holds"
+    )
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--sample", type=float, default=2e-3, help="seconds of one sample (0.002)")
     parser.add_argument("--out", type=Path, help="a CSV file, written row by row; what it has is not measured again")

@@ -25,7 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as _transforms_active
+from torch._C import _is_tracing
+from torch._C import _len_torch_dispatch_stack as _modes_active
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 MAX_WIDTH = 16384  # of a row that one program holds in registers
 TILE = 2048  # elements that a program holds at a time, if a row is not longer
@@ -61,8 +65,9 @@ def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
         and x.dtype in _FLOATS
         and x.size(-1) <= MAX_WIDTH
         and x.numel() > 0
-        and (weight is None or _fits(weight, x))
-        and (bias is None or _fits(bias, x))
+        and not x.is_neg()
+        and (weight is None or (weight.dtype in _FLOATS and fits(weight, x)))
+        and (bias is None or (bias.dtype in _FLOATS and fits(bias, x)))
         and _ready(x.get_device())
     )
 
@@ -70,20 +75,32 @@ def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 def nobody_watches() -> bool:
     """No compiler, tracer, transform or mode that would have to see every op."""
     return not (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or forward_ad._current_level >= 0
+        is_compiling() or _is_tracing() or _transforms_active() or _modes_active() or forward_ad._current_level >= 0
+    )
+
+
+def differentiated(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
+    )
+
+
+def fits(parameter: Tensor, x: Tensor) -> bool:
+    """A kernel believes what it is told of a tensor: on another device, or too short, it would read something else."""
+    return (
+        parameter.__class__ in _PLAIN
+        and parameter.is_cpu == x.is_cpu
+        and parameter.get_device() == x.get_device()
+        and parameter.numel() == x.size(-1)
+        and parameter.is_contiguous()
+        and not parameter.is_neg()  # a view whose numbers are negated by whoever reads them
     )
 
 
 def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed, dtype: torch.dtype) -> Tensor:
     """y in `dtype`, contiguous. Differentiable, and twice too."""
     x = x.contiguous()
-    if torch.is_grad_enabled() and (
-        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
-    ):
+    if differentiated(x, weight, bias):
         y: Tensor = _Normalize.apply(x, weight, bias, removed, dtype)  # type: ignore[no-untyped-call]
         return y
     return _forward(x, weight, bias, removed, dtype, None)
@@ -269,15 +286,6 @@ class Plan:
         except (AttributeError, TypeError, ValueError, RuntimeError):
             return
         self.compiled = compiled
-
-
-def _fits(parameter: Tensor, x: Tensor) -> bool:
-    return (
-        parameter.__class__ in _PLAIN
-        and parameter.dtype in _FLOATS
-        and parameter.get_device() == x.get_device()
-        and parameter.is_contiguous()
-    )
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import fused
+from . import fused, native
 from .state import KeepsFloat64, behind
 
 
@@ -22,7 +22,8 @@ class CompensatedLayerNorm(KeepsFloat64):
     the paper's equation (1), arranged so that nothing cancels. The three follow the module's device, never its dtype:
     in half precision M2 would overflow. Change them by `merge`, `load_state_dict` or assignment, not in place.
 
-    In eager on an NVIDIA GPU with Triton it is one kernel forward and one backward (`fused.py`), else torch's own ops.
+    In eager it is one kernel: on an NVIDIA GPU with Triton forward and backward (`fused.py`), on a CPU where nothing is
+    differentiated (`native.py`). Elsewhere it is torch's own ops.
     """
 
     weight: nn.Parameter | None
@@ -98,22 +99,27 @@ class CompensatedLayerNorm(KeepsFloat64):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.channel_dim == -1 else x.movedim(1, -1)
-        own, dtype = self._parameters, x.dtype
+        own = self._parameters
         # Where they are parameters, as they mostly are, this spares a microsecond.
         found = "weight" in own and "bias" in own
         weight, bias = (own["weight"], own["bias"]) if found else (self.weight, self.bias)
         if x.size(-1) != self._kept:
             shape = tuple(x.shape)
             raise RuntimeError(f"CompensatedLayerNorm keeps {self._kept} channels, got an input of shape {shape}")
+        out = native.normalize(x, weight, bias, self._numbers) if x.is_cpu else None
+        out = self._anywhere(x, weight, bias) if out is None else out
+        out = out if self.channel_dim == -1 else out.movedim(-1, 1)
+        return behind(self, out) if self._modules else out
+
+    def _anywhere(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        dtype = x.dtype
         half = dtype is torch.float16 or dtype is torch.bfloat16
         if half and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
             dtype = torch.float32  # as F.layer_norm; only the CPU's autocast leaves that alone
         if x.is_cuda and fused.applies(x, weight, bias):
-            out = fused.normalize(x, weight, bias, self._numbers, dtype)
-        else:  # float32 inside, one rounding at the end, as F.layer_norm does
-            out = self._normalize(x.float(), weight, bias).to(dtype) if half else self._normalize(x, weight, bias)
-        out = out if self.channel_dim == -1 else out.movedim(-1, 1)
-        return behind(self, out) if self._modules else out
+            return fused.normalize(x, weight, bias, self._numbers, dtype)
+        # float32 inside, one rounding at the end, as F.layer_norm does
+        return self._normalize(x.float(), weight, bias).to(dtype) if half else self._normalize(x, weight, bias)
 
     def _normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         kept, gone = self._kept, self._removed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,21 @@ class Launch:
         test: Evaluate,
     ) -> Result:
         config = replace(config, mode=self.mode, seed=self.seed, rules=self.rules or config.rules, **dict(self.changes))
-        return cycle(
-            model, example_inputs, config=config,
-            train_epoch=train_epoch, optimizer=optimizer, evaluate=evaluate, test=test,
-            run_dir=self.run_dir, resume=self.resume, listeners=self.listeners, accelerator=self.accelerator,
-            stop_after=self.stop_after,
-        )  # fmt: skip
+        with fastest_convolutions():
+            return cycle(
+                model, example_inputs, config=config,
+                train_epoch=train_epoch, optimizer=optimizer, evaluate=evaluate, test=test,
+                run_dir=self.run_dir, resume=self.resume, listeners=self.listeners, accelerator=self.accelerator,
+                stop_after=self.stop_after,
+            )  # fmt: skip
+
+
+@contextmanager
+def fastest_convolutions() -> Iterator[None]:
+    """cuDNN tries all that it has on the first step. Left to its rules it launches a kernel a channel on small maps."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -103,17 +102,6 @@ def distilled(
     return (1 - share) * loss + share * temperature**2 * told
 
 
-@contextmanager
-def fastest_convolutions() -> Iterator[None]:
-    """cuDNN tries all that it has on the first step. Left to its rules it launches a kernel a channel on small maps."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
 @dataclass(frozen=True)
 class Training:
     """An epoch: cross-entropy, of the labels and of a teacher. The rate is flat while pruning, else a cosine."""
@@ -131,9 +119,8 @@ class Training:
         step: Callable[..., None] = partial(self._step, model, optimizer, self._teacher(epoch))
         if self.launch.one_gpu:
             step = Replayed(step)
-        with fastest_convolutions():
-            for batch in islice(self.batches, max(1, round(self.share * len(self.batches)))):
-                step(*batch)
+        for batch in islice(self.batches, max(1, round(self.share * len(self.batches)))):
+            step(*batch)
 
     def _teacher(self, epoch: Epoch) -> nn.Module | None:
         """Only asked, never trained: a copy in bfloat16 need not be cast at every step."""

@@ -1,0 +1,163 @@
+"""The kernel of CompensatedLayerNorm for CPUs against float64, and where it must not be used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_fused import Other, Watches, near
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from squeeze_release import CompensatedLayerNorm
+from squeeze_release.modules import fused, native
+
+pytestmark = pytest.mark.skipif(native._library() is None, reason="there was no C compiler at installation")
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture(params=[1, 2])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: float = 2, **how: Any) -> Any:
+    made = CompensatedLayerNorm(kept, dtype=dtype, **how)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    made.merge(torch.randn(removed, dtype=torch.float64) + offset)
+    return made.requires_grad_(False)
+
+
+def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    return native.normalize(x, weight, bias, fused.Removed.of(x.size(-1), 1, 1.0, 1.0, 1.0)) is not None
+
+
+def compare(made: CompensatedLayerNorm, x: Tensor, bound: float = 1e-6) -> None:
+    assert applies(x, made.weight, made.bias)
+    y = made(x)
+    assert y.dtype == x.dtype and y.is_contiguous()
+    near(y, copy.deepcopy(made).double()(x.double()), bound)
+
+
+@pytest.mark.usefixtures("_threads")
+@BOTH
+@pytest.mark.parametrize("width, rows", [(3, 70), (16, 3), (100, 67), (511, 4), (513, 70), (1000, 40)])
+@pytest.mark.parametrize("removed", [0, 5])
+def test_kernel_equals_float64(width: int, rows: int, removed: int, dtype: torch.dtype) -> None:
+    compare(norm(width, removed, dtype), (2 * torch.randn(rows, width) + 1).to(dtype))
+
+
+def test_one_channel_beside_those_removed() -> None:
+    compare(norm(1, 5), torch.randn(5, 1))
+
+
+def test_wide_rows_are_summed_well() -> None:
+    compare(norm(100_000, 10), 3 + torch.randn(3, 100_000), 5e-7)
+
+
+@BOTH
+@pytest.mark.parametrize("how", [{"bias": False}, {"elementwise_affine": False}])
+def test_without_weight_or_bias(how: dict[str, bool], dtype: torch.dtype) -> None:
+    compare(norm(36, 3, dtype, **how), torch.randn(4, 5, 36).to(dtype))
+
+
+def test_parameters_of_float32_for_an_input_of_bfloat16() -> None:
+    compare(norm(48, 3), torch.randn(10, 48).bfloat16())
+
+
+@pytest.mark.parametrize("mean, offset", [(1e4, 1e4), (-300.0, 0.0), (0.0, 1e4)])
+def test_large_means_do_not_cancel(mean: float, offset: float) -> None:
+    made, x = norm(200, 50, offset=offset), mean + torch.randn(30, 200)
+    spread = max(1.0, abs(mean - offset) * 0.4)
+    compare(made, x, 4e-7 * (1 + max(abs(mean), abs(offset)) / spread))
+
+
+@BOTH
+def test_what_is_not_a_number_stays_in_its_row(dtype: torch.dtype) -> None:
+    made, x = norm(20, 3, dtype), torch.randn(4, 20).to(dtype)
+    x[1, 3], x[2, 0] = float("nan"), float("inf")
+    y = made(x)
+    assert y[1:3].isnan().all() and y[[0, 3]].isfinite().all()
+
+
+def test_rounds_to_the_nearest_and_to_even() -> None:
+    """Beside so many removed channels, ones come out as the weights, of which some lie between two bfloat16."""
+    made, ones = norm(512, 0, elementwise_affine=True), torch.ones(1, 512)
+    made.eps, made.count, made.mean, made.m2 = 0.0, *(torch.tensor(v, dtype=torch.float64) for v in (1e12, 0.0, 1e12))
+    made.bias.zero_()
+    made.weight.copy_(1 + torch.arange(512) / 512)
+    assert torch.equal(made(ones)[0], made.weight)
+    assert torch.equal(made(ones.bfloat16())[0], made.weight.bfloat16())
+
+
+def test_strided_inputs() -> None:
+    made, x = norm(12, 3), torch.randn(12, 7)
+    compare(made, x.T)
+    compare(made, torch.randn(7, 24)[:, ::2])
+    compare(made, torch.randn(12).expand(5, 12))
+    room = torch.randn(61)
+    compare(made, room[1:].view(5, 12))
+
+
+def test_channels_first() -> None:
+    made, x = norm(6, 3, channel_dim=1), torch.randn(2, 6, 5, 7)
+    near(made(x), copy.deepcopy(made).double()(x.double()))
+
+
+def test_numbers_that_are_yet_to_be_negated() -> None:
+    made, x = norm(12, 3), torch.randn(5, 12)
+    negated = torch._neg_view(x)
+    assert not applies(negated, made.weight, made.bias)
+    near(made(negated), copy.deepcopy(made).double()(-x.double()))
+
+
+def test_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = norm(48, 9), torch.randn(10, 48)
+    with_kernel = made(x)
+    monkeypatch.setattr(native, "_kernel", lambda *dtypes: None)
+    near(with_kernel, made(x).double())
+
+
+def test_where_it_applies_and_where_not() -> None:
+    made, x = norm(4, 2), torch.randn(3, 4)
+    asked = (made.weight, made.bias)
+    assert applies(x, *asked)
+    for other in (x.half(), x.double(), x[:0], x.as_subclass(Other)):
+        assert not applies(other, *asked)
+    for weight in (
+        made.weight.double(), made.weight[:3], torch.ones(8)[::2], made.weight.to("meta"), torch.ones(4).to_sparse(),
+    ):  # fmt: skip
+        assert not applies(x, weight, made.bias)
+    assert not applies(x, None, made.bias)
+    assert not applies(x.bfloat16(), made.weight.bfloat16(), made.bias)
+
+
+def test_gradients_take_another_way() -> None:
+    made, x = norm(4, 2), torch.randn(3, 4, requires_grad=True)
+    assert not applies(x, made.weight, made.bias)
+    assert made(x).requires_grad
+    with torch.no_grad():
+        assert applies(x, made.weight, made.bias)
+    made.requires_grad_()
+    assert not applies(x.detach(), made.weight, made.bias)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in forward AD
+def test_who_watches_sees_plain_ops() -> None:
+    made, x = norm(4, 2), torch.randn(3, 4)
+    exact = copy.deepcopy(made).double()
+    with Watches():
+        assert not applies(x, made.weight, made.bias)
+    near(torch.vmap(made)(x), exact(x.double()))
+    near(torch.func.grad(lambda x: made(x).sin().sum())(x), torch.func.grad(lambda x: exact(x).sin().sum())(x.double()))
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(made(forward_ad.make_dual(x, x))).tangent
+    assert tangent is not None and tangent.abs().max() > 0
+    near(torch.export.export(made, (x,), strict=False).module()(x), exact(x.double()))
