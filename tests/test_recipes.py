@@ -166,6 +166,17 @@ def test_crops_are_pieces_of_the_padded_image() -> None:
     assert not torch.equal(out, x)
 
 
+def test_images_and_labels_are_mixed_alike() -> None:
+    torch.manual_seed(0)
+    y = torch.arange(6)
+    labels = torch.nn.functional.one_hot(y, 6).float()
+    mix = training.mixing(6, y.device)
+    soft, x = mix(labels), mix(labels.view(6, 1, 2, 3))  # images that are their labels
+    assert torch.equal(soft, x.view(6, 6)) and not torch.equal(soft, labels)
+    torch.testing.assert_close(soft.sum(1), torch.ones(6))
+    assert ((soft > 0).sum(1) <= 2).all() and (soft.gather(1, y[:, None]) > 0).all()
+
+
 def test_a_share_of_distillation() -> None:
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     teacher = torch.nn.Linear(3, 3)

@@ -63,12 +63,12 @@ def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
         nobody_watches()  # first, for a compiler that looks into this function need not look further
         and x.__class__ is Tensor
         and x.dtype in _FLOATS
-        and x.size(-1) <= MAX_WIDTH
+        and (width := x.size(-1)) <= MAX_WIDTH
         and x.numel() > 0
         and not x.is_neg()
-        and (weight is None or (weight.dtype in _FLOATS and fits(weight, x)))
-        and (bias is None or (bias.dtype in _FLOATS and fits(bias, x)))
-        and _ready(x.get_device())
+        and _ready(device := x.get_device())
+        and (weight is None or (weight.dtype in _FLOATS and fits(weight, width, device)))
+        and (bias is None or (bias.dtype in _FLOATS and fits(bias, width, device)))
     )
 
 
@@ -85,15 +85,15 @@ def differentiated(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> boo
     )
 
 
-def fits(parameter: Tensor, x: Tensor) -> bool:
+def fits(parameter: Tensor, width: int, device: int) -> bool:
     """A kernel believes what it is told of a tensor: on another device, or too short, it would read something else."""
     return (
         parameter.__class__ in _PLAIN
-        and parameter.is_cpu == x.is_cpu
-        and parameter.get_device() == x.get_device()
-        and parameter.numel() == x.size(-1)
+        and parameter.numel() == width
+        and parameter.get_device() == device
         and parameter.is_contiguous()
         and not parameter.is_neg()  # a view whose numbers are negated by whoever reads them
+        and (device >= 0 or parameter.is_cpu)
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import fused, native
+from .fused import nobody_watches
 from .state import KeepsFloat64, behind
 
 
@@ -35,6 +36,7 @@ class CompensatedLayerNorm(KeepsFloat64):
     _base32: Tensor
     _pull32: Tensor
     _numbers: fused.Removed
+    _looked: native.Looked
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         super().__init__()
         if channel_dim not in (-1, 1):
             raise ValueError(f"channel_dim is -1 (last) or 1 (channels first), not {channel_dim}")
-        self.eps, self.channel_dim = eps, channel_dim
+        self.eps, self.channel_dim, self._looked = eps, channel_dim, native.Looked()
         self._kept, self._removed = normalized_shape, 0
         self._numbers = fused.Removed.of(normalized_shape, 0, 0.0, 0.0, eps)
         one, zero = (fill(normalized_shape, device=device, dtype=dtype) for fill in (torch.ones, torch.zeros))
@@ -106,7 +108,9 @@ class CompensatedLayerNorm(KeepsFloat64):
         if x.size(-1) != self._kept:
             shape = tuple(x.shape)
             raise RuntimeError(f"CompensatedLayerNorm keeps {self._kept} channels, got an input of shape {shape}")
-        out = native.normalize(x, weight, bias, self._numbers) if x.is_cpu else None
+        out = None
+        if x.is_cpu and nobody_watches() and not torch.is_grad_enabled():
+            out = native.normalize(x, weight, bias, self._numbers, self._looked)
         out = self._anywhere(x, weight, bias) if out is None else out
         out = out if self.channel_dim == -1 else out.movedim(-1, 1)
         return behind(self, out) if self._modules else out
@@ -141,7 +145,7 @@ class CompensatedLayerNorm(KeepsFloat64):
             norm = torch.linalg.vector_norm(y, 2, -1, True)
             var = torch.addcmul(base, shift, shift, value=gone / width)
             rstd = torch.addcmul(var, norm, norm, value=1 / width).rsqrt()
-            if not torch.is_grad_enabled() and fused.nobody_watches():
+            if not torch.is_grad_enabled() and nobody_watches():
                 # Only y is large, so nothing else need be allocated: fresh pages cost more than the arithmetic.
                 y = y.mul_(rstd)
                 if weight is None or bias is None:
@@ -154,6 +158,7 @@ class CompensatedLayerNorm(KeepsFloat64):
 
     def _derive(self) -> None:
         # float32 copies of what forward reads, because mixing float64 scalars in costs a microsecond an op.
+        self._looked.forget()
         weight = getattr(self, "weight", None)
         self._kept = self._kept if weight is None else weight.numel()
         if not self.count.is_meta:
@@ -168,7 +173,7 @@ class CompensatedLayerNorm(KeepsFloat64):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("count", "mean", "m2", "eps", "weight") and "_pull32" in self._buffers:
+        if name in ("count", "mean", "m2", "eps", "weight", "bias") and "_pull32" in self._buffers:
             self._derive()
 
     def _load_from_state_dict(self, *args: Any) -> None:

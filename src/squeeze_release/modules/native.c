@@ -5,6 +5,7 @@
    torch, which has loaded the library already. bfloat16 is computed in float, and rounded once. */
 
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -19,18 +20,21 @@
 #define FOR_EACH_CPU
 #endif
 
-const int native_version = 1;  /* of the functions below; native.py asks for it */
+const int native_version = 2;  /* of what is below; native.py asks for it */
 
 typedef uint16_t half;  /* bfloat16, the upper half of a float */
 
-typedef struct {        /* the channels that are gone: fused.Removed */
+typedef struct {        /* weight and bias may be missing; the numbers are fused.Removed */
+    const void *weight, *bias;
+    int64_t width;
     float mean, share, cross, base, inverse;
-} removed;
+} norm;
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-FOR_EACH_CPU static void norm_rows(const float *x, const float *weight, const float *bias, float *y, int64_t rows,
-                                   int64_t width, removed gone) {
+FOR_EACH_CPU static void norm_some(const norm *of, const float *x, float *y, int64_t rows) {
+    const float *weight = of->weight, *bias = of->bias;
+    int64_t width = of->width;
     float mean[AT_ONCE], scale[AT_ONCE];
     for (int64_t row = 0; row < rows; row++) {
         const float *from = x + row * width;
@@ -45,7 +49,7 @@ FOR_EACH_CPU static void norm_rows(const float *x, const float *weight, const fl
     }
     for (int64_t row = 0; row < rows; row++) {
         const float *from = x + row * width;
-        float kept = mean[row], shift = gone.mean - kept;
+        float kept = mean[row], shift = of->mean - kept;
         double total = 0;
         for (int64_t start = 0; start < width; start += BLOCK) {
             float part = 0;
@@ -53,8 +57,8 @@ FOR_EACH_CPU static void norm_rows(const float *x, const float *weight, const fl
             for (int64_t i = start; i < smaller(start + BLOCK, width); i++) part += (from[i] - kept) * (from[i] - kept);
             total += part;
         }
-        scale[row] = 1 / sqrtf((float)total * gone.inverse + (gone.cross * shift * shift + gone.base));
-        mean[row] = kept + gone.share * shift;
+        scale[row] = 1 / sqrtf((float)total * of->inverse + (of->cross * shift * shift + of->base));
+        mean[row] = kept + of->share * shift;
     }
     for (int64_t row = 0; row < rows; row++) {
         const float *from = x + row * width;
@@ -91,49 +95,66 @@ FOR_EACH_CPU static void narrow(const float *from, half *to, int64_t count) {
     }
 }
 
-/* weight and bias may be missing. Returns 1 if there was no memory. */
-int norm_float(const float *x, const float *weight, const float *bias, float *y, int64_t rows, int64_t width,
-               float mean, float share, float cross, float base, float inverse) {
-    removed gone = {mean, share, cross, base, inverse};
-    int64_t step = smaller(AT_ONCE, 1 + ENTRIES / width);
-#pragma omp parallel for if (rows * width >= FEW)
+/* From here on: 1 if there was no memory. */
+
+static int float_rows(const norm *of, const void *x, void *y, int64_t rows) {
+    int64_t width = of->width, step = smaller(AT_ONCE, 1 + ENTRIES / width);
     for (int64_t row = 0; row < rows; row += step)
-        norm_rows(x + row * width, weight, bias, y + row * width, smaller(step, rows - row), width, gone);
+        norm_some(of, (const float *)x + row * width, (float *)y + row * width, smaller(step, rows - row));
     return 0;
 }
 
-/* x and y in bfloat16. */
-int norm_mixed(const half *x, const float *weight, const float *bias, half *y, int64_t rows, int64_t width, float mean,
-               float share, float cross, float base, float inverse) {
-    removed gone = {mean, share, cross, base, inverse};
-    int64_t step = smaller(AT_ONCE, 1 + ENTRIES / width);
+static int half_rows(const norm *of, const void *x, void *y, int64_t rows) {
+    int64_t width = of->width, step = smaller(AT_ONCE, 1 + ENTRIES / width);
+    float *wide = malloc(sizeof(float) * (size_t)(step * width));
+    if (wide == NULL) return 1;
+    for (int64_t row = 0; row < rows; row += step) {
+        int64_t count = smaller(step, rows - row) * width;
+        widen((const half *)x + row * width, wide, count);
+        norm_some(of, wide, wide, count / width);
+        narrow(wide, (half *)y + row * width, count);
+    }
+    free(wide);
+    return 0;
+}
+
+/* On all threads, each with rows of its own. */
+static int shared_out(int (*work)(const norm *, const void *, void *, int64_t), const norm *of, const char *x, char *y,
+                      int64_t rows, int64_t bytes) {
     int failed = 0;
-#pragma omp parallel if (rows * width >= FEW) reduction(| : failed)
+    if (rows * of->width < FEW) return work(of, x, y, rows);
+#pragma omp parallel reduction(| : failed)
     {
-        float *wide = malloc(sizeof(float) * (size_t)(step * width));
-        failed |= wide == NULL;
-#pragma omp for
-        for (int64_t row = 0; row < rows; row += step) {
-            int64_t count = smaller(step, rows - row);
-            if (wide == NULL) continue;
-            widen(x + row * width, wide, count * width);
-            norm_rows(wide, weight, bias, wide, count, width, gone);
-            narrow(wide, y + row * width, count * width);
-        }
-        free(wide);
+        int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        int64_t first = rows * thread / threads, last = rows * (thread + 1) / threads, place = first * of->width * bytes;
+        failed |= work(of, x + place, y + place, last - first);
     }
     return failed;
 }
 
+int norm_float(const norm *of, const float *x, float *y, int64_t rows) {
+    return shared_out(float_rows, of, (const char *)x, (char *)y, rows, sizeof(float));
+}
+
+/* x and y in bfloat16. */
+int norm_mixed(const norm *of, const half *x, half *y, int64_t rows) {
+    return shared_out(half_rows, of, (const char *)x, (char *)y, rows, sizeof(half));
+}
+
 /* weight and bias in bfloat16 too. */
-int norm_half(const half *x, const half *weight, const half *bias, half *y, int64_t rows, int64_t width, float mean,
-              float share, float cross, float base, float inverse) {
-    float *scales = malloc(sizeof(float) * (size_t)(2 * width));
+int norm_half(const norm *of, const half *x, half *y, int64_t rows) {
+    norm wide = *of;
+    float *scales = malloc(sizeof(float) * (size_t)(2 * of->width));
     if (scales == NULL) return 1;
-    if (weight) widen(weight, scales, width);
-    if (bias) widen(bias, scales + width, width);
-    int failed = norm_mixed(x, weight ? scales : NULL, bias ? scales + width : NULL, y, rows, width, mean, share, cross,
-                            base, inverse);
+    if (of->weight) {
+        widen(of->weight, scales, of->width);
+        wide.weight = scales;
+    }
+    if (of->bias) {
+        widen(of->bias, scales + of->width, of->width);
+        wide.bias = scales + of->width;
+    }
+    int failed = norm_mixed(&wide, x, y, rows);
     free(scales);
     return failed;
 }

@@ -2,6 +2,9 @@
 
 It is built when the package is installed, if there is a C compiler with OpenMP then. Where it is missing torch's own
 ops do the same in two to ten times the time.
+
+Between two large layers all that Python touches comes from main memory, and to ask a tensor for an attribute costs as
+much as the arithmetic of some rows. So parameters are looked at once, and again when they lie elsewhere.
 """
 
 from __future__ import annotations
@@ -14,44 +17,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused import Removed, differentiated, fits, nobody_watches
+from .fused import Removed, fits
 
-_VERSION = 1  # of native.c: what an editable installation has built may be older than the source
-_ARGUMENTS = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 2 + [ctypes.c_float] * len(Removed._fields)
+_VERSION = 2  # of native.c: what an editable installation has built may be older than the source
+_PLAIN = (torch.nn.Parameter, Tensor, type(None))
 
 
-def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed) -> Tensor | None:
-    """y; or None where there is no kernel: it is for plain tensors on the CPU, in eager, and without gradients.
+class _Norm(ctypes.Structure):
+    """`norm` of native.c."""
 
-    Between two large layers all that Python touches comes from main memory: it should not touch much.
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in Removed._fields),
+    )
+
+
+class Looked:
+    """What was seen of a norm: where its parameters lie, and which kernel is for them and for inputs of a dtype."""
+
+    __slots__ = ("bias", "dtype", "kernel", "norm", "weight", "width")
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self.weight: int | None = None
+        self.bias: int | None = None
+        self.dtype: torch.dtype | None = None
+
+    def at(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed) -> None:
+        self.dtype, self.width = x.dtype, x.size(-1)
+        self.weight, self.bias = (
+            None if weight is None else weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+        )
+        self.norm = ctypes.byref(_Norm(self.weight, self.bias, self.width, *removed))
+        self.kernel = _kernel(x, weight, bias)
+
+    def __reduce__(self) -> tuple[type[Looked], tuple[()]]:
+        return Looked, ()  # a copy's parameters lie elsewhere
+
+
+def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed, looked: Looked) -> Tensor | None:
+    """y; or None where there is no kernel: it is for plain tensors on the CPU.
+
+    Nobody may watch (`fused.nobody_watches`), and nothing be differentiated.
     """
-    if not nobody_watches() or differentiated(x, weight, bias):  # first, as in fused.py
+    if x.__class__ is not Tensor or weight.__class__ not in _PLAIN or bias.__class__ not in _PLAIN or x.is_neg():
         return None
-    if x.__class__ is not Tensor or x.is_neg() or not x.numel():
-        return None
-    if (weight is not None and not fits(weight, x)) or (bias is not None and not fits(bias, x)):
-        return None
-    kernel = _kernel(x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
-    if kernel is None:
+    at_weight, at_bias = None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr()
+    if looked.dtype is not x.dtype or looked.weight != at_weight or looked.bias != at_bias:
+        looked.at(x, weight, bias, removed)
+    if looked.kernel is None:
         return None
     x = x.contiguous()
-    y, width = torch.empty_like(x), x.size(-1)
-    at_weight, at_bias = None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr()
-    if kernel(x.data_ptr(), at_weight, at_bias, y.data_ptr(), x.numel() // width, width, *removed):
+    y = torch.empty_like(x)
+    if looked.kernel(looked.norm, x.data_ptr(), y.data_ptr(), x.numel() // looked.width):
         raise MemoryError("no memory for a row of CompensatedLayerNorm")
     return y
 
 
-@functools.cache
-def _kernel(dtype: torch.dtype, weight: torch.dtype | None, bias: torch.dtype | None) -> Any:
-    """By dtypes."""
+def _kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     float32, bfloat16 = torch.float32, torch.bfloat16
     names = {(float32, float32): "norm_float", (bfloat16, bfloat16): "norm_half", (bfloat16, float32): "norm_mixed"}
-    name = names.get((dtype, weight or dtype))
-    if name is None or bias not in (None, weight) or _library() is None:
+    scale, width = x.dtype if weight is None else weight.dtype, x.size(-1)
+    for parameter in (weight, bias):
+        if parameter is not None and not (parameter.dtype is scale and fits(parameter, width, -1)):
+            return None
+    library, name = _library(), names.get((x.dtype, scale))
+    if library is None or name is None or width == 0 or (weight is None and bias is not None):
         return None
-    kernel = getattr(_library(), name)
-    kernel.argtypes = _ARGUMENTS
+    kernel = getattr(library, name)
+    kernel.argtypes = [ctypes.POINTER(_Norm), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return kernel
 
 

@@ -38,6 +38,7 @@ class Preset:
     images: int | None = None  # only so many of each part: for a try
     share: float = 1.0  # of the training images that an epoch sees, drawn anew
     distillation: float = 0.0  # share of the loss that comes from the unpruned network
+    mix: bool = False  # two images into one
 
 
 def run_preset(preset: Preset, launch: Launch, split: Split | None = None) -> Result:
@@ -62,7 +63,7 @@ def run_preset(preset: Preset, launch: Launch, split: Split | None = None) -> Re
 
 
 def training_of(preset: Preset, batches: Any, launch: Launch) -> Training:
-    return Training(batches, preset.rates, launch, preset.distillation, preset.share, bfloat16=True)
+    return Training(batches, preset.rates, launch, preset.distillation, preset.share, bfloat16=True, mix=preset.mix)
 
 
 def make_optimizer(preset: Preset, launch: Launch) -> MakeOptimizer:

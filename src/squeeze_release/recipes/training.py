@@ -72,6 +72,16 @@ def crop_and_mirror(x: Tensor, pad: int) -> Tensor:
     return padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
+def mixing(count: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Adds to each of so many images, or of their labels, a share of another one (mixup, Zhang et al.)."""
+    share, others = torch.rand(count, device=device), torch.rand(count, device=device).argsort()
+
+    def mix(x: Tensor) -> Tensor:
+        return x + share.view(-1, *[1] * (x.dim() - 1)) * (x[others] - x)
+
+    return mix
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor, size: int = 1000) -> float:
     hits = [(model(a).argmax(-1) == b).sum() for a, b in zip(x.split(size), y.split(size), strict=True)]
@@ -112,6 +122,7 @@ class Training:
     distillation: float = 0.0  # share of the loss that comes from the unpruned network
     share: float = 1.0  # of the batches that an epoch sees
     bfloat16: bool = False  # on a GPU, where it is fast
+    mix: bool = False  # two images into one
 
     def __call__(self, model: nn.Module, optimizer: Optimizer, epoch: Epoch) -> None:
         rate = self.rates[epoch.phase]
@@ -134,8 +145,12 @@ class Training:
 
     def _step(self, model: nn.Module, optimizer: Optimizer, teacher: nn.Module | None, *batch: Tensor) -> None:
         x, y = self.batches.take(*batch)
+        mix = mixing(len(y), y.device) if self.mix else None
+        x = x if mix is None else mix(x)
         optimizer.zero_grad()
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self._half):
-            loss = distilled(model(x), y, teacher, x, self.distillation)
+            logits = model(x)
+            labels = y if mix is None else mix(F.one_hot(y, logits.shape[-1]).float())
+            loss = distilled(logits, labels, teacher, x, self.distillation)
         self.launch.backward(loss)
         optimizer.step()

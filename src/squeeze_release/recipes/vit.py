@@ -48,15 +48,16 @@ PRESETS = {
         size=32, batch=50, rates={phase: 2e-3 for phase in RATES}, weight_decay=5e-2, images=1000,
     ),
     "short": Preset(
-        Config(train_epochs=80, prune_epochs=16, finetune_epochs=4, final_epochs=10, max_cycles=4, threshold=0.6,
+        Config(train_epochs=100, prune_epochs=32, finetune_epochs=4, final_epochs=10, max_cycles=2, threshold=0.6,
                rules="paper", **CYCLE),
         small_vit, size=64, batch=512, rates={**RATES, "train": 5e-4, "prune": 3e-4}, weight_decay=5e-2, pad=8,
+        mix=True,
     ),
     "best": Preset(
-        Config(train_epochs=80, prune_epochs=8, finetune_epochs=10, final_epochs=40, max_cycles=5, grain="channel",
+        Config(train_epochs=100, prune_epochs=8, finetune_epochs=10, final_epochs=40, max_cycles=4, grain="channel",
                multiple=8, last_ratio=0.35, threshold=0.6, score="mean", judged="after training", final_gain=0.01),
         small_vit, size=64, batch=512, rates={phase: 5e-4 for phase in RATES}, weight_decay=5e-2, pad=8,
-        distillation=0.5,
+        distillation=0.5, mix=True,
     ),
 }  # fmt: skip
 
