@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import platform
+import random
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,14 +30,21 @@ class Spread(NamedTuple):
 def interleaved(
     functions: dict[str, Callable[[], Any]], on_gpu: bool, rounds: int, sample_seconds: float
 ) -> dict[str, list[float]]:
-    """Seconds of a call, for each function one number a round. Each number is the mean of calls back to back."""
+    """Seconds of a call, for each function one number a round. Each number is the mean of calls back to back.
+
+    They come in another order each round, and a call that does not count goes first: who comes after himself, or after
+    a large network, would find another cache.
+    """
     calls = {}
     for name, function in functions.items():
-        sample(function, on_gpu, 3)
-        calls[name] = max(1, round(sample_seconds / sample(function, on_gpu, 3)))
+        sample(function, on_gpu, 1)
+        calls[name] = max(1, round(sample_seconds / sample(function, on_gpu, 2)))
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(rounds):
-        for name in functions if turn % 2 else reversed(list(functions)):
+    shuffled, order = random.Random(0), list(functions)
+    for _ in range(rounds):
+        shuffled.shuffle(order)
+        for name in order:
+            functions[name]()
             times[name].append(sample(functions[name], on_gpu, calls[name]))
     return times
 

@@ -101,22 +101,21 @@ class CompensatedLayerNorm(KeepsFloat64):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.channel_dim == -1 else x.movedim(1, -1)
-        own = self._parameters
+        out = None
+        if x.is_cpu:
+            out = native.normalize(x, self._parameters, self._numbers, self._looked, self._kept)
+        out = self._anywhere(x) if out is None else out
+        out = out if self.channel_dim == -1 else out.movedim(-1, 1)
+        return behind(self, out) if self._modules else out
+
+    def _anywhere(self, x: Tensor) -> Tensor:
+        own, dtype = self._parameters, x.dtype
         # Where they are parameters, as they mostly are, this spares a microsecond.
         found = "weight" in own and "bias" in own
         weight, bias = (own["weight"], own["bias"]) if found else (self.weight, self.bias)
         if x.size(-1) != self._kept:
             shape = tuple(x.shape)
             raise RuntimeError(f"CompensatedLayerNorm keeps {self._kept} channels, got an input of shape {shape}")
-        out = None
-        if x.is_cpu and nobody_watches() and not torch.is_grad_enabled():
-            out = native.normalize(x, weight, bias, self._numbers, self._looked)
-        out = self._anywhere(x, weight, bias) if out is None else out
-        out = out if self.channel_dim == -1 else out.movedim(-1, 1)
-        return behind(self, out) if self._modules else out
-
-    def _anywhere(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        dtype = x.dtype
         half = dtype is torch.float16 or dtype is torch.bfloat16
         if half and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
             dtype = torch.float32  # as F.layer_norm; only the CPU's autocast leaves that alone

@@ -12,15 +12,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .fused import Removed, fits
+from .fused import Removed, fits, nobody_watches
 
 _VERSION = 2  # of native.c: what an editable installation has built may be older than the source
 _PLAIN = (torch.nn.Parameter, Tensor, type(None))
+_MISSING: Any = object()
 
 
 class _Norm(ctypes.Structure):
@@ -43,16 +45,11 @@ class Looked:
         self.forget()
 
     def forget(self) -> None:
-        self.weight: int | None = None
-        self.bias: int | None = None
         self.dtype: torch.dtype | None = None
 
     def at(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed) -> None:
         self.dtype, self.width = x.dtype, x.size(-1)
-        self.weight, self.bias = (
-            None if weight is None else weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-        )
+        self.weight, self.bias = (None if each is None else each.data_ptr() for each in (weight, bias))
         self.norm = ctypes.byref(_Norm(self.weight, self.bias, self.width, *removed))
         self.kernel = _kernel(x, weight, bias)
 
@@ -60,12 +57,17 @@ class Looked:
         return Looked, ()  # a copy's parameters lie elsewhere
 
 
-def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed, looked: Looked) -> Tensor | None:
-    """y; or None where there is no kernel: it is for plain tensors on the CPU.
-
-    Nobody may watch (`fused.nobody_watches`), and nothing be differentiated.
-    """
-    if x.__class__ is not Tensor or weight.__class__ not in _PLAIN or bias.__class__ not in _PLAIN or x.is_neg():
+def normalize(
+    x: Tensor, parameters: Mapping[str, Tensor | None], removed: Removed, looked: Looked, kept: int
+) -> Tensor | None:
+    """y; or None where there is no kernel: it is for plain tensors, in eager, and without gradients."""
+    if not nobody_watches():  # first, as in fused.py
+        return None
+    if torch.is_grad_enabled() or x.__class__ is not Tensor or x.is_neg() or x.size(-1) != kept:
+        return None
+    # None is no parameter, and missing is one that is made elsewhere: of a parametrized norm.
+    weight, bias = parameters.get("weight", _MISSING), parameters.get("bias", _MISSING)
+    if weight.__class__ not in _PLAIN or bias.__class__ not in _PLAIN:
         return None
     at_weight, at_bias = None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr()
     if looked.dtype is not x.dtype or looked.weight != at_weight or looked.bias != at_bias:
@@ -74,7 +76,7 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Re
         return None
     x = x.contiguous()
     y = torch.empty_like(x)
-    if looked.kernel(looked.norm, x.data_ptr(), y.data_ptr(), x.numel() // looked.width):
+    if looked.kernel(looked.norm, x.data_ptr(), y.data_ptr(), x.numel() // kept):
         raise MemoryError("no memory for a row of CompensatedLayerNorm")
     return y
 
