@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_like, is_grad_enabled
 
 from .fused import Removed, fits, nobody_watches
 
@@ -61,13 +61,17 @@ def normalize(
     x: Tensor, parameters: Mapping[str, Tensor | None], removed: Removed, looked: Looked, kept: int
 ) -> Tensor | None:
     """y; or None where there is no kernel: it is for plain tensors, in eager, and without gradients."""
-    if not nobody_watches():  # first, as in fused.py
-        return None
-    if torch.is_grad_enabled() or x.__class__ is not Tensor or x.is_neg() or x.size(-1) != kept:
-        return None
     # None is no parameter, and missing is one that is made elsewhere: of a parametrized norm.
     weight, bias = parameters.get("weight", _MISSING), parameters.get("bias", _MISSING)
-    if weight.__class__ not in _PLAIN or bias.__class__ not in _PLAIN:
+    if (
+        not nobody_watches()  # before what a compiler would look into, as in fused.py
+        or is_grad_enabled()
+        or x.__class__ is not Tensor
+        or weight.__class__ not in _PLAIN
+        or bias.__class__ not in _PLAIN
+        or x.size(-1) != kept
+        or x.is_neg()
+    ):
         return None
     at_weight, at_bias = None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr()
     if looked.dtype is not x.dtype or looked.weight != at_weight or looked.bias != at_bias:
@@ -75,7 +79,7 @@ def normalize(
     if looked.kernel is None:
         return None
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y = empty_like(x)
     if looked.kernel(looked.norm, x.data_ptr(), y.data_ptr(), x.numel() // kept):
         raise MemoryError("no memory for a row of CompensatedLayerNorm")
     return y

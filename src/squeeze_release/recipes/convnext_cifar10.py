@@ -40,13 +40,13 @@ PRESETS = {
         size=32, batch=50, rates={phase: 2e-3 for phase in RATES}, weight_decay=1e-2, images=1000,
     ),
     "short": Preset(
-        Config(prune_epochs=20, finetune_epochs=5, final_epochs=20, max_cycles=8, skip=UNTOUCHED, rules="AB"),
+        Config(prune_epochs=12, finetune_epochs=4, final_epochs=10, max_cycles=6, skip=UNTOUCHED, rules="AB"),
         convnext, size=64, batch=512, rates={**RATES, "prune": 3e-4, "finetune": 3e-4, "final": 3e-4},
         weight_decay=1e-2, pad=8,
     ),
     "best": Preset(
-        Config(prune_epochs=8, finetune_epochs=10, final_epochs=60, max_cycles=4, grain="channel", multiple=8,
-               last_ratio=0.35, score="mean", judged="after training", min_accuracy=0.92, final_gain=0.01),
+        Config(prune_epochs=8, finetune_epochs=10, final_epochs=150, max_cycles=4, grain="channel", multiple=8,
+               last_ratio=0.35, score="mean", judged="after training", min_accuracy=0.915, final_gain=0.015),
         convnext, size=64, batch=512, rates={phase: 1e-3 for phase in RATES}, weight_decay=1e-2, pad=8,
         distillation=0.5,
     ),
