@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -128,6 +129,19 @@ def test_numbers_that_are_yet_to_be_negated() -> None:
     negated = torch._neg_view(x)
     assert not applies(negated, made.weight, made.bias)
     near(made(negated), copy.deepcopy(made).double()(-x.double()))
+
+
+def test_two_threads_with_inputs_of_their_own() -> None:
+    made = norm(64, 5)
+    inputs = [torch.randn(7, 64), torch.randn(7, 64).bfloat16()]
+    wanted = [made(x) for x in inputs]
+
+    def work(number: int) -> bool:
+        with torch.no_grad():
+            return all(torch.equal(made(inputs[number % 2]), wanted[number % 2]) for _ in range(300))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))
 
 
 def test_parametrized_norms(calls: list[bool]) -> None:

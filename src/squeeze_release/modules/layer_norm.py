@@ -157,7 +157,7 @@ class CompensatedLayerNorm(KeepsFloat64):
 
     def _derive(self) -> None:
         # float32 copies of what forward reads, because mixing float64 scalars in costs a microsecond an op.
-        self._looked.forget()
+        self._looked.seen = None
         weight = getattr(self, "weight", None)
         self._kept = self._kept if weight is None else weight.numel()
         if not self.count.is_meta:

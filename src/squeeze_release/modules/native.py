@@ -13,7 +13,7 @@ import ctypes
 import functools
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, empty_like, is_grad_enabled
@@ -36,22 +36,23 @@ class _Norm(ctypes.Structure):
     )
 
 
-class Looked:
-    """What was seen of a norm: where its parameters lie, and which kernel is for them and for inputs of a dtype."""
+class Seen(NamedTuple):
+    """Where a norm's parameters lie, what inputs are, and the kernel for both."""
 
-    __slots__ = ("bias", "dtype", "kernel", "norm", "weight", "width")
+    dtype: torch.dtype
+    weight: int | None
+    bias: int | None
+    norm: Any
+    kernel: Any
+
+
+class Looked:
+    """What was last seen of a norm, in one piece: another thread may look at the same time."""
+
+    __slots__ = ("seen",)
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        self.dtype: torch.dtype | None = None
-
-    def at(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed) -> None:
-        self.dtype, self.width = x.dtype, x.size(-1)
-        self.weight, self.bias = (None if each is None else each.data_ptr() for each in (weight, bias))
-        self.norm = ctypes.byref(_Norm(self.weight, self.bias, self.width, *removed))
-        self.kernel = _kernel(x, weight, bias)
+        self.seen: Seen | None = None
 
     def __reduce__(self) -> tuple[type[Looked], tuple[()]]:
         return Looked, ()  # a copy's parameters lie elsewhere
@@ -74,13 +75,15 @@ def normalize(
     ):
         return None
     at_weight, at_bias = None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr()
-    if looked.dtype is not x.dtype or looked.weight != at_weight or looked.bias != at_bias:
-        looked.at(x, weight, bias, removed)
-    if looked.kernel is None:
+    seen = looked.seen
+    if seen is None or seen.dtype is not x.dtype or seen.weight != at_weight or seen.bias != at_bias:
+        norm = ctypes.byref(_Norm(at_weight, at_bias, kept, *removed))
+        seen = looked.seen = Seen(x.dtype, at_weight, at_bias, norm, _kernel(x, weight, bias))
+    if seen.kernel is None:
         return None
     x = x.contiguous()
     y = empty_like(x)
-    if looked.kernel(looked.norm, x.data_ptr(), y.data_ptr(), x.numel() // kept):
+    if seen.kernel(seen.norm, x.data_ptr(), y.data_ptr(), x.numel() // kept):
         raise MemoryError("no memory for a row of CompensatedLayerNorm")
     return y
 
