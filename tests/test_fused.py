@@ -178,6 +178,15 @@ def test_gradients_that_are_expanded_or_transposed() -> None:
 
 
 @needs_kernels
+def test_numbers_that_are_yet_to_be_negated() -> None:
+    made, x, dy = norm(10, 3), torch.randn(4, 10, device=DEVICE, requires_grad=True), torch.randn(4, 10, device=DEVICE)
+    exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()
+    (got,) = torch.autograd.grad(run(made, x), x, torch._neg_view(dy))
+    near(got, torch.autograd.grad(exact(wide), wide, -dy.double())[0])
+    assert not fused.applies(torch._neg_view(x.detach()), made.weight, made.bias)
+
+
+@needs_kernels
 def test_gradients_in_a_batch() -> None:
     made, x = norm(10, 3), torch.randn(4, 10, device=DEVICE, requires_grad=True)
     exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()

@@ -124,7 +124,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, bias, stats), dy = ctx.saved_tensors, grads[0]
         # With create_graph these gradients will be differentiated themselves; a batch of them has no storage.
-        plain = dy.__class__ is Tensor and torch._C._has_storage(dy) and nobody_watches()
+        plain = dy.__class__ is Tensor and torch._C._has_storage(dy) and not dy.is_neg() and nobody_watches()
         if torch.is_grad_enabled() or not plain:
             return *_written_out(x, weight, bias, dy, ctx.removed), None, None
         needed = (p if needs else None for p, needs in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True))
