@@ -15,7 +15,8 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules import fused, native
+from squeeze_release.modules import native
+from squeeze_release.modules.kernel_inputs import Removed
 
 pytestmark = pytest.mark.skipif(native._library() is None, reason="there was no C compiler at installation")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,7 +45,7 @@ def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: fl
 
 
 def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    removed = fused.Removed.of(x.size(-1), 1, 1.0, 1.0, 1.0)
+    removed = Removed.of(x.size(-1), 1, 1.0, 1.0, 1.0)
     return native.normalize(x, {"weight": weight, "bias": bias}, removed, native.Looked(), x.size(-1)) is not None
 
 

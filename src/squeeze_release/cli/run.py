@@ -26,7 +26,7 @@ _CYCLE = Mode("squeeze-release")
 
 def run(
     recipe: Annotated[Recipe, typer.Argument(help="which one")],
-    preset: Annotated[str, typer.Option(help="paper, quick or best")] = "quick",
+    preset: Annotated[str, typer.Option(help="paper, best, quick, or short where there is one")] = "quick",
     seed: Annotated[int, typer.Option()] = 0,
     data: Annotated[
         Path | None, typer.Option(help="the folder with the data; else it is looked for in the cache")

@@ -25,11 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active as _transforms_active
-from torch._C import _is_tracing
-from torch._C import _len_torch_dispatch_stack as _modes_active
-from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+
+from .kernel_inputs import Removed, fits, nobody_watches
 
 MAX_WIDTH = 16384  # of a row that one program holds in registers
 TILE = 2048  # elements that a program holds at a time, if a row is not longer
@@ -38,23 +35,7 @@ FEW_PROGRAMS = 264  # two for each multiprocessor of an H200: with fewer, they h
 DEPTH, COLUMNS = 256, 16  # of a tile in `kernels.total`
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_PLAIN = (Tensor, torch.nn.Parameter)
 _plans: dict[tuple[Any, ...], Plan] = {}
-
-
-class Removed(NamedTuple):
-    """What the kernels know of the removed channels. Computed in float64, handed over as float32."""
-
-    mean: float  # m_R
-    share: float  # K / C
-    cross: float  # m K / C^2
-    base: float  # M2 / C + eps
-    inverse: float  # 1 / C
-
-    @classmethod
-    def of(cls, kept: int, count: int, mean: float, m2: float, eps: float) -> Removed:
-        width = max(1, kept + count)
-        return cls(mean, count / width, kept * count / width**2, m2 / width + eps, 1 / width)
 
 
 def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -72,28 +53,9 @@ def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     )
 
 
-def nobody_watches() -> bool:
-    """No compiler, tracer, transform or mode that would have to see every op."""
-    return not (
-        is_compiling() or _is_tracing() or _transforms_active() or _modes_active() or forward_ad._current_level >= 0
-    )
-
-
 def differentiated(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     return torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
-    )
-
-
-def fits(parameter: Tensor, width: int, device: int) -> bool:
-    """A kernel believes what it is told of a tensor: on another device, or too short, it would read something else."""
-    return (
-        parameter.__class__ in _PLAIN
-        and parameter.numel() == width
-        and parameter.get_device() == device
-        and parameter.is_contiguous()
-        and not parameter.is_neg()  # a view whose numbers are negated by whoever reads them
-        and (device >= 0 or parameter.is_cpu)
     )
 
 

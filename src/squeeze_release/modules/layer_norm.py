@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import fused, native
-from .fused import nobody_watches
+from .kernel_inputs import Removed, nobody_watches
 from .state import KeepsFloat64, behind
 
 
@@ -35,7 +35,7 @@ class CompensatedLayerNorm(KeepsFloat64):
     _mean32: Tensor
     _base32: Tensor
     _pull32: Tensor
-    _numbers: fused.Removed
+    _numbers: Removed
     _looked: native.Looked
 
     def __init__(
@@ -54,7 +54,7 @@ class CompensatedLayerNorm(KeepsFloat64):
             raise ValueError(f"channel_dim is -1 (last) or 1 (channels first), not {channel_dim}")
         self.eps, self.channel_dim, self._looked = eps, channel_dim, native.Looked()
         self._kept, self._removed = normalized_shape, 0
-        self._numbers = fused.Removed.of(normalized_shape, 0, 0.0, 0.0, eps)
+        self._numbers = Removed.of(normalized_shape, 0, 0.0, 0.0, eps)
         one, zero = (fill(normalized_shape, device=device, dtype=dtype) for fill in (torch.ones, torch.zeros))
         self.register_parameter("weight", nn.Parameter(one) if elementwise_affine else None)
         self.register_parameter("bias", nn.Parameter(zero) if elementwise_affine and bias else None)
@@ -104,11 +104,11 @@ class CompensatedLayerNorm(KeepsFloat64):
         out = None
         if x.is_cpu:
             out = native.normalize(x, self._parameters, self._numbers, self._looked, self._kept)
-        out = self._anywhere(x) if out is None else out
+        out = self._elsewhere(x) if out is None else out
         out = out if self.channel_dim == -1 else out.movedim(-1, 1)
         return behind(self, out) if self._modules else out
 
-    def _anywhere(self, x: Tensor) -> Tensor:
+    def _elsewhere(self, x: Tensor) -> Tensor:
         own, dtype = self._parameters, x.dtype
         # Where they are parameters, as they mostly are, this spares a microsecond.
         found = "weight" in own and "bias" in own
@@ -164,7 +164,7 @@ class CompensatedLayerNorm(KeepsFloat64):
             self._removed = int(self.count)
         if not (self.count.is_meta or self.mean.is_meta or self.m2.is_meta):
             statistics = self._removed, float(self.mean), float(self.m2)
-            self._numbers = fused.Removed.of(self._kept, *statistics, self.eps)
+            self._numbers = Removed.of(self._kept, *statistics, self.eps)
         self.register_buffer("_mean32", self.mean.float(), persistent=False)
         width = self.count + self._kept
         self.register_buffer("_base32", (self.m2 / width + self.eps).float(), persistent=False)

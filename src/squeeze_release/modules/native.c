@@ -24,7 +24,7 @@ const int native_version = 2;  /* of what is below; native.py asks for it */
 
 typedef uint16_t half;  /* bfloat16, the upper half of a float */
 
-typedef struct {        /* weight and bias may be missing; the numbers are fused.Removed */
+typedef struct {        /* weight and bias may be missing; the numbers are kernel_inputs.Removed */
     const void *weight, *bias;
     int64_t width;
     float mean, share, cross, base, inverse;

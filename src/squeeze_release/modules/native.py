@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, empty_like, is_grad_enabled
 
-from .fused import Removed, fits, nobody_watches
+from .kernel_inputs import Removed, fits, nobody_watches
 
 _VERSION = 2  # of native.c: what an editable installation has built may be older than the source
 _PLAIN = (torch.nn.Parameter, Tensor, type(None))

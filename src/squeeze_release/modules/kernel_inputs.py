@@ -1,0 +1,51 @@
+"""What the kernels of CompensatedLayerNorm, `fused.py` and `native.py`, are told, and what must be so before they are.
+
+A kernel sees memory and nothing else: not who traces or differentiates, not whose memory it is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active as _transforms_active
+from torch._C import _is_tracing
+from torch._C import _len_torch_dispatch_stack as _modes_active
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class Removed(NamedTuple):
+    """What the kernels know of the removed channels. Computed in float64, handed over as float32."""
+
+    mean: float  # m_R
+    share: float  # K / C
+    cross: float  # m K / C^2
+    base: float  # M2 / C + eps
+    inverse: float  # 1 / C
+
+    @classmethod
+    def of(cls, kept: int, count: int, mean: float, m2: float, eps: float) -> Removed:
+        width = max(1, kept + count)
+        return cls(mean, count / width, kept * count / width**2, m2 / width + eps, 1 / width)
+
+
+def nobody_watches() -> bool:
+    """No compiler, tracer, transform or mode that would have to see every op."""
+    return not (
+        is_compiling() or _is_tracing() or _transforms_active() or _modes_active() or forward_ad._current_level >= 0
+    )
+
+
+def fits(parameter: Tensor, width: int, device: int) -> bool:
+    """A kernel believes what it is told of a tensor: on another device, or too short, it would read something else."""
+    return (
+        parameter.__class__ in _PLAIN
+        and parameter.numel() == width
+        and parameter.get_device() == device
+        and parameter.is_contiguous()
+        and not parameter.is_neg()  # a view whose numbers are negated by whoever reads them
+        and (device >= 0 or parameter.is_cpu)
+    )
