@@ -2,12 +2,12 @@
 
     python benchmarks/latency.py --out results/DATE-latency/latency.csv                  # this machine's GPU or CPU
     python benchmarks/latency.py --device cpu --threads 2 --batches 1 --side 224 --out results/DATE-latency/cpu.csv
-    python benchmarks/latency.py --device cpu --side 64 --batches 1 8 --only vit_small   # a try
+    python benchmarks/latency.py --how eager --side 64 --batches 1 8 --only vit_small    # a try
 
 `ideal` is the small network with plain norms in place of the compensated ones: what training a dense network of these
 widths from scratch would give. All of a case take turns in one run; times are medians over rounds with quartiles, and
 ratios are taken round by round. `eager` is a stream of calls, `graph` their replay as a CUDA graph (where the host is
-the limit, the device's own time), `compiled` is torch.compile, for one batch size and one dtype, as it takes minutes.
+the limit, the device's own time), `compiled` is torch.compile, which takes minutes for each batch size and dtype.
 Errors are the largest difference from the masked network, relative to its largest output, in float32 on the CPU.
 
 Every row is written as it is made, and a case that the file has is not measured again. --seconds is a budget: no case
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 BOUND = 1.03
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HOWS = ("eager", "graph", "compiled")
 KEY = ("network", "share", "side", "device", "threads", "dtype", "batch", "how")
 SHOWN = (
     "network",
@@ -129,11 +130,7 @@ def measure(case: dict[str, Any], found: dict[str, Contender], options: argparse
             continue
         try:
             calls[who] = prepared(each.model, x, case["how"], options)
-        except (
-            TimeoutError,
-            RuntimeError,
-            TypeError,
-        ) as error:  # compiling took too long, or a peer cannot be captured
+        except (TimeoutError, RuntimeError, TypeError) as error:  # compiling took long, or a peer cannot be captured
             if who not in PEERS and case["how"] != "compiled":
                 raise
             notes[who] = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
@@ -160,14 +157,11 @@ def row(case: dict[str, Any], who: str, each: Contender, note: str, times: dict[
 
 
 def cases(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    hows = ["eager"] if options.device == "cpu" else ["eager", "graph"]
-    todo = list(product(options.dtypes, options.batches, hows))
-    if options.compile:
-        todo.append((options.dtypes[-1], options.batches[0 if options.device == "cpu" else -1], "compiled"))
     threads = torch.get_num_threads()
-    for dtype, batch, how in todo:
+    for how, dtype, batch in product(options.how, options.dtypes, options.batches):
         values = (name, options.share, options.side, options.device, threads, dtype, batch, how)
-        yield dict(zip(KEY, values, strict=True))
+        if how != "graph" or options.device != "cpu":
+            yield dict(zip(KEY, values, strict=True))
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:
@@ -185,7 +179,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sample", type=float, default=0.02, help="seconds of one sample, one call at least (0.02)")
-    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--how", nargs="+", choices=HOWS, default=list(HOWS), help="(all; a graph is for a GPU)")
     parser.add_argument("--compile-seconds", type=float, default=150, help="limit for each network (150)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
     parser.add_argument("--out", type=Path, help="a CSV file; what it has is not measured again")
