@@ -27,6 +27,11 @@ class Labels:
         self.parent = self._room[:end]
         return torch.arange(start, end)
 
+    def copy(self) -> Labels:
+        twin = Labels()
+        twin._room = twin.parent = self.parent.clone()
+        return twin
+
     def find(self, labels: Tensor) -> Tensor:
         root = self.parent[labels]
         while not torch.equal(root, above := self.parent[root]):

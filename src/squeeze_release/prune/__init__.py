@@ -9,11 +9,13 @@
 Scores are functions that return one number a weight, schedules are functions of the progress from 0 to 1.
 """
 
-from .channels import ChannelMasks, Channels, find_channels
+from .channel_masks import ChannelMasks
+from .channels import Channels
 from .masks import Masks
 from .schedules import constant, cubic, linear
 from .scores import AveragedScores, gradient_times_weight, magnitude, random, snip, synflow, toward_dead_units
 from .targets import Target, find_targets
+from .trial import find_channels
 
 __all__ = [
     "AveragedScores",
