@@ -83,10 +83,16 @@ def rows(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str,
             if (path / "summary.json").exists():
                 summary = json.loads((path / "summary.json").read_text())
                 lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-                summary["epochs"] = sum(line["event"] == "epoch" for line in lines)
+                summary["epochs"] = _epochs(lines)
                 found.append(which | {name: summary.get(name, "") for name in COLUMNS[2:]})
                 cycles += [which | {name: line[name] for name in CURVE[2:]} for line in _cycles(lines)]
     return found, cycles
+
+
+def _epochs(lines: list[dict[str, Any]]) -> int:
+    """Of all phases. An update of the masks may take several of them, in one line."""
+    phases = {(line["cycle"], line["phase"]): line["epoch"] for line in lines if line["event"] == "epoch"}
+    return sum(phases.values())
 
 
 def _cycles(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
