@@ -110,7 +110,10 @@ def prepared(model: nn.Module, x: Tensor, how: str, options: argparse.Namespace)
 
     network: Any = copy.deepcopy(model).to(x.device, x.dtype)
     if how == "compiled":
-        network = torch.compile(network, dynamic=False)
+        # In a function of its own: what is compiled belongs to code, and networks of one class would look through each
+        # other's at every call.
+        exec("def run(x): return network(x)", scope := {"network": network})
+        network = torch.compile(scope["run"], dynamic=False)
         with time_limit(options.compile_seconds):
             call()
     call()

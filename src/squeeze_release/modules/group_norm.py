@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layer_norm import CompensatedLayerNorm
+from .layer_norm import CompensatedLayerNorm, centred_and_scaled
 from .state import behind
 
 
@@ -17,18 +17,11 @@ class CompensatedGroupNorm(CompensatedLayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        kept, gone = self._kept, self._removed
-        width = kept + gone
-        if x.size(1) != kept:
-            raise RuntimeError(f"CompensatedGroupNorm keeps {kept} channels, got an input of shape {tuple(x.shape)}")
+        if x.size(1) != self._kept:
+            shape = tuple(x.shape)
+            raise RuntimeError(f"CompensatedGroupNorm keeps {self._kept} channels, got an input of shape {shape}")
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        mean, base = self._mean32, self._base32
-        if x.dtype == torch.float64:
-            mean, base = self.mean, self.m2 / width + self.eps
-        var, mu = torch.var_mean(wide, tuple(range(1, x.dim())), correction=0, keepdim=True)
-        shift = mu - mean
-        var = var * (kept / width) + shift.square() * (kept * gone / width**2)
-        y = (wide - (mean + shift * (kept / width))) * torch.rsqrt(var + base)
+        y = centred_and_scaled(wide, tuple(range(1, x.dim())), self._told_in(wide.dtype))
         weight, bias = (None if p is None else p.view(-1, *[1] * (x.dim() - 2)) for p in (self.weight, self.bias))
         y = y if weight is None else y * weight
         return behind(self, (y if bias is None else y + bias).to(x.dtype))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active as _transforms_active
 from torch._C import _is_tracing
@@ -49,3 +50,11 @@ def fits(parameter: Tensor, width: int, device: int) -> bool:
         and not parameter.is_neg()  # a view whose numbers are negated by whoever reads them
         and (device >= 0 or parameter.is_cpu)
     )
+
+
+def output_dtype(x: Tensor) -> torch.dtype:
+    """As of F.layer_norm: autocast widens it, only the CPU's leaves it alone."""
+    dtype = x.dtype
+    if dtype is torch.float32 or x.is_cpu or not torch.is_autocast_enabled(x.device.type):
+        return dtype
+    return torch.float32 if dtype is torch.bfloat16 or dtype is torch.float16 else dtype

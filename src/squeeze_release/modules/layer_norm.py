@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling, is_exporting
 
 from . import fused, native
-from .kernel_inputs import Removed, nobody_watches
+from .kernel_inputs import Removed, nobody_watches, output_dtype
 from .state import KeepsFloat64, behind
 
 
@@ -32,9 +33,7 @@ class CompensatedLayerNorm(KeepsFloat64):
     count: Tensor
     mean: Tensor
     m2: Tensor
-    _mean32: Tensor
-    _base32: Tensor
-    _pull32: Tensor
+    _told: Tensor
     _numbers: Removed
     _looked: native.Looked
 
@@ -60,6 +59,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         self.register_parameter("bias", nn.Parameter(zero) if elementwise_affine and bias else None)
         for name in ("count", "mean", "m2"):
             self.register_buffer(name, torch.zeros((), device=device, dtype=torch.float64))
+        self.register_buffer("_told", self.mean.float().expand(5), persistent=False)
         self._derive()
 
     def merge(self, constants: Tensor) -> None:
@@ -102,61 +102,50 @@ class CompensatedLayerNorm(KeepsFloat64):
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.channel_dim == -1 else x.movedim(1, -1)
         out = None
-        if x.is_cpu:
+        if is_compiling():
+            if x.dtype != torch.float64 and not is_exporting():
+                out = _for_a_compiler(x, self.weight, self.bias, self._told, self._kept)
+        elif x.is_cpu:
             out = native.normalize(x, self._parameters, self._numbers, self._looked, self._kept)
         out = self._elsewhere(x) if out is None else out
         out = out if self.channel_dim == -1 else out.movedim(-1, 1)
         return behind(self, out) if self._modules else out
 
     def _elsewhere(self, x: Tensor) -> Tensor:
-        own, dtype = self._parameters, x.dtype
+        own = self._parameters
         # Where they are parameters, as they mostly are, this spares a microsecond.
         found = "weight" in own and "bias" in own
         weight, bias = (own["weight"], own["bias"]) if found else (self.weight, self.bias)
-        if x.size(-1) != self._kept:
-            shape = tuple(x.shape)
-            raise RuntimeError(f"CompensatedLayerNorm keeps {self._kept} channels, got an input of shape {shape}")
-        half = dtype is torch.float16 or dtype is torch.bfloat16
-        if half and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.float32  # as F.layer_norm; only the CPU's autocast leaves that alone
+        _check(x, self._kept)
+        dtype = output_dtype(x)
         if x.is_cuda and fused.applies(x, weight, bias):
             return fused.normalize(x, weight, bias, self._numbers, dtype)
         # float32 inside, one rounding at the end, as F.layer_norm does
+        half = x.dtype is torch.float16 or x.dtype is torch.bfloat16
         return self._normalize(x.float(), weight, bias).to(dtype) if half else self._normalize(x, weight, bias)
 
     def _normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        kept, gone = self._kept, self._removed
-        width = kept + gone
+        gone, width, told = self._removed, self._kept + self._removed, self._told_in(x.dtype)
+        mean, base, pull = told[0], told[1], told[4]
         x = x.contiguous()  # as F.layer_norm's output is; and a norm over a strided dimension costs ten copies
-        mean, base, pull = self._mean32, self._base32, self._pull32
-        if x.dtype == torch.float64:
-            mean, base, pull = self.mean, self.m2 / width + self.eps, self.mean * (gone / width)
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            # Written out: inductor makes one kernel of it. In eager var_mean alone is ten times F.layer_norm.
-            var, mu = torch.var_mean(x, -1, correction=0, keepdim=True)
-            shift = mu - mean
-            var = var * (kept / width) + shift.square() * (kept * gone / width**2)
-            y = (x - (mean + shift * (kept / width))) * torch.rsqrt(var + base)
-        else:
-            # In the fewest passes: y is centred on the full mean, and then C var = |y|^2 + M2 + K (mu - m_R)^2.
-            mu = torch.add(pull, x.sum(-1, True), alpha=1 / width)
-            y, shift = x - mu, mu - mean
-            norm = torch.linalg.vector_norm(y, 2, -1, True)
-            var = torch.addcmul(base, shift, shift, value=gone / width)
-            rstd = torch.addcmul(var, norm, norm, value=1 / width).rsqrt()
-            if not torch.is_grad_enabled() and nobody_watches():
-                # Only y is large, so nothing else need be allocated: fresh pages cost more than the arithmetic.
-                y = y.mul_(rstd)
-                if weight is None or bias is None:
-                    return y if weight is None else y.mul_(weight)
-                return torch.addcmul(bias, y, weight, out=y)
-            y = y * rstd
+        # In the fewest passes: y is centred on the full mean, and then C var = |y|^2 + M2 + K (mu - m_R)^2.
+        mu = torch.add(pull, x.sum(-1, True), alpha=1 / width)
+        y, shift = x - mu, mu - mean
+        norm = torch.linalg.vector_norm(y, 2, -1, True)
+        var = torch.addcmul(base, shift, shift, value=gone / width)
+        rstd = torch.addcmul(var, norm, norm, value=1 / width).rsqrt()
+        if not torch.is_grad_enabled() and nobody_watches():
+            # Only y is large, so nothing else need be allocated: fresh pages cost more than the arithmetic.
+            y = y.mul_(rstd)
+            if weight is None or bias is None:
+                return y if weight is None else y.mul_(weight)
+            return torch.addcmul(bias, y, weight, out=y)
+        y = y * rstd
         if weight is None or bias is None:
             return y if weight is None else y * weight
         return torch.addcmul(bias, y, weight)
 
     def _derive(self) -> None:
-        # float32 copies of what forward reads, because mixing float64 scalars in costs a microsecond an op.
         self._looked.seen = None
         weight = getattr(self, "weight", None)
         self._kept = self._kept if weight is None else weight.numel()
@@ -165,14 +154,21 @@ class CompensatedLayerNorm(KeepsFloat64):
         if not (self.count.is_meta or self.mean.is_meta or self.m2.is_meta):
             statistics = self._removed, float(self.mean), float(self.m2)
             self._numbers = Removed.of(self._kept, *statistics, self.eps)
-        self.register_buffer("_mean32", self.mean.float(), persistent=False)
+            # A copy of what forward reads, for mixing float64 scalars in costs a microsecond an op.
+            self._buffers["_told"] = self._tell().float()
+
+    def _tell(self) -> Tensor:
+        """What the removed channels add: m_R, M2 / C + eps, m / C, m K / C^2, K m_R / C."""
         width = self.count + self._kept
-        self.register_buffer("_base32", (self.m2 / width + self.eps).float(), persistent=False)
-        self.register_buffer("_pull32", (self.mean * (self.count / width)).float(), persistent=False)
+        kept, gone = self._kept / width, self.count / width
+        return torch.stack([self.mean, self.m2 / width + self.eps, kept, kept * gone, gone * self.mean])
+
+    def _told_in(self, dtype: torch.dtype) -> Tensor:
+        return self._tell() if dtype == torch.float64 else self._told
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("count", "mean", "m2", "eps", "weight", "bias") and "_pull32" in self._buffers:
+        if name in ("count", "mean", "m2", "eps", "weight", "bias") and "_told" in self._buffers:
             self._derive()
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -181,3 +177,29 @@ class CompensatedLayerNorm(KeepsFloat64):
 
     def extra_repr(self) -> str:
         return f"{self._kept}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"
+
+
+def _for_a_compiler(x: Tensor, weight: Tensor | None, bias: Tensor | None, told: Tensor, kept: int) -> Tensor:
+    """Written out, of which inductor makes one kernel. In eager var_mean alone is ten times F.layer_norm.
+
+    Compiled code looks before every call at all that it has read of a module, at methods and most of all at tensors.
+    With numbers in place of `told` it need not look at it, but then every norm would be a kernel of its own.
+    """
+    _check(x, kept)
+    y = centred_and_scaled(x.float().contiguous(), -1, told)
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    return y.to(output_dtype(x))
+
+
+def centred_and_scaled(x: Tensor, dims: int | tuple[int, ...], told: Tensor) -> Tensor:
+    mean, base, kept, cross = told[0], told[1], told[2], told[3]
+    var, mu = torch.var_mean(x, dims, correction=0, keepdim=True)
+    shift = mu - mean
+    var = var * kept + shift.square() * cross + base
+    return (x - (mean + shift * kept)) * torch.rsqrt(var)
+
+
+def _check(x: Tensor, kept: int) -> None:
+    if x.size(-1) != kept:
+        raise RuntimeError(f"CompensatedLayerNorm keeps {kept} channels, got an input of shape {tuple(x.shape)}")

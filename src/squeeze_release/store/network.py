@@ -14,7 +14,7 @@ from ..record import RECORD, Record, Structure, changes, record_of
 from .archive import Misfit
 from .standins import PLAIN, STAND_INS, numbers_of, takes_over
 
-_DERIVED = ("_mean32", "_base32", "_pull32")  # buffers of our norms that follow from others
+_DERIVED = ("_told",)  # a buffer of our norms that follows from others
 
 
 class Slot(NamedTuple):
