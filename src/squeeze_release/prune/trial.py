@@ -35,7 +35,7 @@ def find_channels(
     copy = copy_model(unwrap(model)).eval()
     calls = as_calls(example_inputs, kwargs)
     trial = _Trial(copy, calls, [trace(copy, call) for call in calls], tuple(skip))
-    found = trial.all_that_goes(copy)
+    found = trial.all_that_could_go()
     while True:
         left, tied = trial.left(found)
         if not bool(left.any()):
@@ -54,9 +54,9 @@ class _Trial:
     traces: list[Trace]
     skip: tuple[str, ...]
 
-    def all_that_goes(self, model: nn.Module) -> Channels:
+    def all_that_could_go(self) -> Channels:
         """By the analysis alone."""
-        ctx = analyse(model, self.traces, "all", self.skip)
+        ctx = analyse(self.model, self.traces, "all", self.skip)
         return by_analysis(ctx, ctx.grids)
 
     def left(self, channels: Channels) -> tuple[Tensor, Channels | None]:
