@@ -81,7 +81,7 @@ def captured(function: Callable[[], Any]) -> Callable[[], None]:
     def replay() -> None:
         graph.replay()
 
-    replay.__dict__["kept"] = kept  # the graph writes into it
+    replay.__dict__["kept"] = function, kept  # what the graph reads and what it writes
     return replay
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from test_fused import BOTH, _plans_of_this_test, near, needs_gpu, norm  # noqa:
 from torch import Tensor, nn
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules import fused
+from squeeze_release.modules import fused, inference
 
 pytestmark = needs_gpu
 
@@ -113,3 +114,94 @@ def test_who_needs_plain_ops_gets_them() -> None:
     x.requires_grad_()
     compiled = torch.autograd.grad(torch.compile(made)(x).sin().sum(), x)[0]
     near(compiled, torch.autograd.grad(exact(wide := x.detach().double().requires_grad_()).sin().sum(), wide)[0])
+
+
+# ---------------------------------------------------------------------------------------------------- without gradients
+
+
+@pytest.fixture
+def kernels_asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the shortest way was taken, for each time that it was asked."""
+    asked: list[bool] = []
+    real = inference.normalize
+
+    def normalize(*arguments: Any) -> Tensor | None:
+        out = real(*arguments)
+        asked.append(out is not None)
+        return out
+
+    monkeypatch.setattr(inference, "normalize", normalize)
+    return asked
+
+
+@BOTH
+@pytest.mark.parametrize("affine, bias", [(True, True), (True, False), (False, False)])
+@torch.no_grad()
+def test_the_shortest_way(affine: bool, bias: bool, dtype: torch.dtype, kernels_asked: list[bool]) -> None:
+    made = norm(100, 20, dtype, elementwise_affine=affine, bias=bias)
+    exact = copy.deepcopy(made).double()
+    for rows in (1, 50, 20_000):  # few programs and many: two kernels, each of which must have run before
+        for _ in range(2):
+            x = torch.randn(rows, 100, device="cuda", dtype=dtype)
+            want = exact(x.double())
+            kernels_asked.clear()
+            near(made(x), want)
+    assert kernels_asked == [True]
+    assert made(x[:0]).shape == (0, 100)
+    with torch.autocast("cuda", torch.bfloat16):
+        for _ in range(2):
+            y = made(x)
+            assert y.dtype == torch.float32
+            near(y, want)
+    assert made(x).dtype == dtype
+    storage = torch.randn(rows * 100 + 1, device="cuda", dtype=dtype)
+    near(made(storage[1:].view(rows, 100)), exact(storage[1:].view(rows, 100).double()))  # not aligned
+
+
+@torch.no_grad()
+def test_parameters_that_change_are_looked_at_again(kernels_asked: list[bool]) -> None:
+    made, x = norm(96, 20), torch.randn(50, 96, device="cuda")
+
+    def same() -> None:
+        want = copy.deepcopy(made).double()(x.double())
+        made(x)  # a kernel that is new runs the long way once
+        kernels_asked.clear()
+        near(made(x), want)
+
+    for weight in (torch.randn(96), torch.randn(96).bfloat16()):
+        made.weight.data = weight.cuda()
+        same()
+        made.weight.mul_(2), made.bias.add_(1)
+        same()
+        assert kernels_asked == [True]
+    made.weight, made.bias = nn.Parameter(torch.randn(96, device="cuda")), None
+    same()
+    made.merge(torch.randn(3))
+    same()
+    assert kernels_asked == [True]
+    made.weight = nn.Parameter(torch._neg_view(torch.randn(96, device="cuda")))
+    same()
+    made.weight = nn.Parameter(torch.randn(97, device="cuda")[1:])
+    same()
+    assert kernels_asked == [False]
+
+
+@torch.no_grad()
+def test_the_shortest_way_on_another_stream_and_in_a_graph() -> None:
+    made, exact = module_and_twin()
+    x = torch.randn(50, 96, device="cuda")
+    for _ in range(2):
+        made(x)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)
+        x.add_(1)
+        y = made(x)  # had it been launched elsewhere, it would not have waited
+    side.synchronize()
+    near(y, exact(x.double()))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = made(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    near(y, exact(x.double()))

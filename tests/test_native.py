@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules import native
+from squeeze_release.modules import inference, native
 from squeeze_release.modules.kernel_inputs import Removed
 
 pytestmark = pytest.mark.skipif(native._library() is None, reason="there was no C compiler at installation")
@@ -46,7 +46,7 @@ def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: fl
 
 def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     removed = Removed.of(x.size(-1), 1, 1.0, 1.0, 1.0)
-    return native.normalize(x, {"weight": weight, "bias": bias}, removed, native.Looked(), x.size(-1)) is not None
+    return inference.normalize(x, {"weight": weight, "bias": bias}, removed, inference.Looked(), x.size(-1)) is not None
 
 
 def compare(made: CompensatedLayerNorm, x: Tensor, bound: float = 1e-6) -> None:
@@ -162,7 +162,7 @@ class Twice(nn.Module):
 def test_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made, x = norm(48, 9), torch.randn(10, 48)
     with_kernel = made(x)
-    monkeypatch.setattr(native, "normalize", lambda *arguments: None)
+    monkeypatch.setattr(inference, "normalize", lambda *arguments: None)
     assert not torch.equal(with_kernel, made(x))  # for it is not the same arithmetic
     near(with_kernel, made(x).double())
 
@@ -183,14 +183,14 @@ def test_where_it_applies_and_where_not() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether the kernel took it, for each time that it was asked."""
     asked: list[bool] = []
-    real = native.normalize
+    real = inference.normalize
 
     def normalize(*arguments: Any) -> Tensor | None:
         out = real(*arguments)
         asked.append(out is not None)
         return out
 
-    monkeypatch.setattr(native, "normalize", normalize)
+    monkeypatch.setattr(inference, "normalize", normalize)
     return asked
 
 

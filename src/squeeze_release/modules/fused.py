@@ -21,12 +21,13 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .kernel_inputs import Removed, fits, nobody_watches
+from .kernel_inputs import Removed, fits, nobody_watches, output_dtype
 
 MAX_WIDTH = 16384  # of a row that one program holds in registers
 TILE = 2048  # elements that a program holds at a time, if a row is not longer
@@ -116,23 +117,66 @@ def _written_out(
 # -------------------------------------------------------------------------------------------------------------- kernels
 
 
+def kernel(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed
+) -> Callable[[Tensor], Tensor | None] | None:
+    """For inputs like `x`, if they are contiguous, and as long as the parameters lie where they are; no gradients.
+
+    It answers None where only the long way leads on: a kernel that has not run yet, memory that is not aligned.
+    """
+    at_weight, at_bias = (0 if parameter is None else parameter.data_ptr() for parameter in (weight, bias))
+    if not applies(x, weight, bias) or (at_weight | at_bias) & 15:
+        return None
+    width, device, dtype = x.size(-1), x.get_device(), output_dtype(x)
+    same = dtype is x.dtype
+    few, many = (_forward_plan(x, weight, bias, dtype, size, False) for size in (1, FEW_PROGRAMS * TILE))
+    numbers = (width // few.multiple, *removed)
+    few_rest, many_rest = (*numbers, *few.constants), (*numbers, *many.constants)
+
+    def launch(x: Tensor) -> Tensor | None:
+        size = x.numel()
+        plan, rest = (few, few_rest) if size < FEW_PROGRAMS * TILE else (many, many_rest)
+        y = torch.empty_like(x) if same else torch.empty_like(x, dtype=dtype)
+        at_x, at_y = x.data_ptr(), y.data_ptr()
+        if plan.compiled is None or (at_x | at_y) & 15 or not size or device != torch._C._cuda_getDevice():
+            return None
+        run, function, metadata = plan.compiled
+        stream, rows = torch._C._cuda_getCurrentRawStream(device), size // width
+        run(
+            -(-rows // plan.tile.rows), 1, 1, stream, function, metadata, None, None, None,
+            at_x, at_weight or at_x, at_bias or at_x, at_y, at_y, rows, *rest,
+        )  # fmt: skip
+        return y
+
+    return launch
+
+
 def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed, dtype: torch.dtype, stats: Tensor | None
 ) -> Tensor:
-    width = x.size(-1)
-    size, kept = x.numel(), stats is not None
-    few, rows = size < FEW_PROGRAMS * TILE, size // width
+    width, size = x.size(-1), x.numel()
+    rows = size // width
     y = torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype)
     w, b = x if weight is None else weight, x if bias is None else bias
-    key = width, few, kept, weight is None, bias is None, x.dtype, w.dtype, b.dtype, dtype, x.get_device()
+    plan = _forward_plan(x, weight, bias, dtype, size, stats is not None)
+    numbers = rows, width // plan.multiple, *removed
+    plan.launch(-(-rows // plan.tile.rows), 1, (x, w, b, y, y if stats is None else stats), numbers)
+    return y
+
+
+def _forward_plan(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, size: int, kept: bool
+) -> Plan:
+    """For `size` elements like those of x; `kept`: with the statistics for backward."""
+    width, few = x.size(-1), size < FEW_PROGRAMS * TILE
+    dtypes = tuple(None if parameter is None else parameter.dtype for parameter in (weight, bias))
+    key = width, few, kept, x.dtype, dtypes, dtype, x.get_device()
     plan = _plans.get(key)
     if plan is None:
         tile = _tile(width, few)
         constants = weight is not None, bias is not None, kept, math.gcd(width, 8), *tile.shape
         plan = _plans[key] = Plan("forward", constants, tile)
-    numbers = rows, width // plan.multiple, *removed
-    plan.launch(-(-rows // plan.tile.rows), 1, (x, w, b, y, y if stats is None else stats), numbers)
-    return y
+    return plan
 
 
 def _backward(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 
-from . import fused, native
+from . import fused, inference
 from .kernel_inputs import Removed, nobody_watches, output_dtype
 from .state import KeepsFloat64, behind
 
@@ -25,7 +25,7 @@ class CompensatedLayerNorm(KeepsFloat64):
     in half precision M2 would overflow. Change them by `merge`, `load_state_dict` or assignment, not in place.
 
     In eager it is one kernel: on an NVIDIA GPU with Triton forward and backward (`fused.py`), on a CPU where nothing is
-    differentiated (`native.py`). Elsewhere it is torch's own ops.
+    differentiated (`native.py`); there the shortest way to it is `inference.py`. Elsewhere it is torch's own ops.
     """
 
     weight: nn.Parameter | None
@@ -35,7 +35,7 @@ class CompensatedLayerNorm(KeepsFloat64):
     m2: Tensor
     _told: Tensor
     _numbers: Removed
-    _looked: native.Looked
+    _looked: inference.Looked
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         super().__init__()
         if channel_dim not in (-1, 1):
             raise ValueError(f"channel_dim is -1 (last) or 1 (channels first), not {channel_dim}")
-        self.eps, self.channel_dim, self._looked = eps, channel_dim, native.Looked()
+        self.eps, self.channel_dim, self._looked = eps, channel_dim, inference.Looked()
         self._kept, self._removed = normalized_shape, 0
         self._numbers = Removed.of(normalized_shape, 0, 0.0, 0.0, eps)
         one, zero = (fill(normalized_shape, device=device, dtype=dtype) for fill in (torch.ones, torch.zeros))
@@ -105,8 +105,8 @@ class CompensatedLayerNorm(KeepsFloat64):
         if is_compiling():
             if x.dtype != torch.float64 and not is_exporting():
                 out = _for_a_compiler(x, self.weight, self.bias, self._told, self._kept)
-        elif x.is_cpu:
-            out = native.normalize(x, self._parameters, self._numbers, self._looked, self._kept)
+        elif x.is_cpu or x.is_cuda:
+            out = inference.normalize(x, self._parameters, self._numbers, self._looked, self._kept)
         out = self._elsewhere(x) if out is None else out
         out = out if self.channel_dim == -1 else out.movedim(-1, 1)
         return behind(self, out) if self._modules else out

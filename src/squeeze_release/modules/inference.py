@@ -1,0 +1,66 @@
+"""CompensatedLayerNorm where nothing is differentiated: one kernel, launched with the least that Python can do.
+
+Between two large layers all that Python touches comes from main memory, and to ask a tensor for an attribute costs as
+much as the arithmetic of some rows. So parameters are looked at once, and again when they lie elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from . import fused, native
+from .kernel_inputs import Removed, nobody_watches, output_dtype
+
+_PLAIN = (torch.nn.Parameter, Tensor, type(None))
+_MISSING: Any = object()
+
+
+class Seen(NamedTuple):
+    """What inputs are and where a norm's parameters lie; and for these a kernel, if there is one."""
+
+    what: tuple[Any, ...]
+    kernel: Callable[[Tensor], Tensor | None] | None
+
+
+class Looked:
+    """What was last seen of a norm, in one piece: another thread may look at the same time."""
+
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        self.seen: Seen | None = None
+
+    def __reduce__(self) -> tuple[type[Looked], tuple[()]]:
+        return Looked, ()  # a copy's parameters lie elsewhere
+
+
+def normalize(
+    x: Tensor, parameters: Mapping[str, Tensor | None], removed: Removed, looked: Looked, kept: int
+) -> Tensor | None:
+    """y; or None where there is no kernel: they are for plain tensors, in eager, and without gradients."""
+    # None is no parameter, and missing is one that is made elsewhere: of a parametrized norm.
+    weight, bias = parameters.get("weight", _MISSING), parameters.get("bias", _MISSING)
+    if (
+        not nobody_watches()  # before what a compiler would look into, as in fused.py
+        or is_grad_enabled()
+        or x.__class__ is not Tensor
+        or weight.__class__ not in _PLAIN
+        or bias.__class__ not in _PLAIN
+        or x.size(-1) != kept
+        or x.is_neg()
+    ):
+        return None
+    what = (
+        x.dtype, output_dtype(x), x.get_device(),
+        None if weight is None else (weight.data_ptr(), weight.dtype),
+        None if bias is None else (bias.data_ptr(), bias.dtype),
+    )  # fmt: skip
+    seen = looked.seen
+    if seen is None or seen.what != what:
+        kernel = native.kernel if x.is_cpu else fused.kernel
+        seen = looked.seen = Seen(what, kernel(x, weight, bias, removed))
+    return None if seen.kernel is None else seen.kernel(x.contiguous())
