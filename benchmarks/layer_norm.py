@@ -143,7 +143,7 @@ def main() -> int:
         print(*rows[-1].values(), flush=True)
     print(markdown(rows))
     if options.device != "cpu":
-        quick = sum(plan.compiled is not None for plan in fused._plans.values())
+        quick = sum(plan.short is not None for plan in fused._plans.values())
         print(f"{len(fused._plans)} kernels, {quick} of them launched the short way")
     over = [row for row in rows if float(row["ratio"]) > BOUND]
     for how in sorted({row["how"] for row in rows}):

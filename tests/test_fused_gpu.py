@@ -11,7 +11,7 @@ from test_fused import BOTH, _plans_of_this_test, near, needs_gpu, norm  # noqa:
 from torch import Tensor, nn
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules import fused, inference
+from squeeze_release.modules import fused, inference, launch
 
 pytestmark = needs_gpu
 
@@ -30,7 +30,7 @@ def test_the_module_runs_kernels_and_finds_them_at_once() -> None:
         near(y, want)
         near(torch.autograd.grad(y.sin().sum(), x)[0], torch.autograd.grad(want.sin().sum(), wide)[0])
     assert {plan.kernel for plan in fused._plans.values()} == {"forward", "backward", "total"}
-    assert all(plan.compiled is not None for plan in fused._plans.values())
+    assert all(plan.short is not None for plan in fused._plans.values())
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -205,3 +205,18 @@ def test_the_shortest_way_on_another_stream_and_in_a_graph() -> None:
     x.copy_(torch.randn_like(x))
     graph.replay()
     near(y, exact(x.double()))
+
+
+@torch.no_grad()
+def test_both_launchers_run_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, made = torch.randn(50, 96, device="cuda"), norm(96, 20)
+    ways = {}
+    for way in ("_by_torch", "_by_triton"):
+        monkeypatch.setattr(fused, "_plans", {})
+        other = {"_by_torch": "_by_triton", "_by_triton": "_by_torch"}[way]
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, other, None)  # asked, it would be an error
+            made.eps = made.eps  # looks again
+            ways[way] = [made(x) for _ in range(3)]
+        assert all(plan.short is not None and way in plan.short.__qualname__ for plan in fused._plans.values())
+    assert all(torch.equal(y, ways["_by_torch"][0]) for several in ways.values() for y in several)

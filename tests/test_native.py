@@ -120,6 +120,12 @@ def test_nothing() -> None:
     assert norm(12, 3)(torch.randn(2, 0, 12)).shape == (2, 0, 12)
 
 
+def test_an_input_that_lies_nowhere_is_not_taken_for_the_last_one() -> None:
+    made = norm(100, 20, elementwise_affine=False)  # no parameter would tell them apart
+    compare(made, torch.randn(5, 100))
+    assert made(torch.empty(5, 100, device="meta")).is_meta
+
+
 def test_channels_first() -> None:
     made, x = norm(6, 3, channel_dim=1), torch.randn(2, 6, 5, 7)
     near(made(x), copy.deepcopy(made).double()(x.double()))

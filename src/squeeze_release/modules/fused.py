@@ -12,8 +12,7 @@ moves with x_j as if mu stood still: dvar/dx_j = 2 (x_j - mu) / C. Together
 
 which is LayerNorm's own with C in place of m: the removed channels are in mu and r, and get no gradient.
 
-Numbers go to the kernels as Python floats, for reading a tensor would wait for the device. Small tensors are bound by
-the host, so a kernel that was found once is launched without Triton's search for it.
+Numbers go to the kernels as Python floats, for reading a tensor would wait for the device.
 """
 
 from __future__ import annotations
@@ -22,14 +21,16 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .kernel_inputs import Removed, fits, nobody_watches, output_dtype
+from .launch import Plan, Tile
 
 MAX_WIDTH = 16384  # of a row that one program holds in registers
+MAX_ROWS = 1 << 30  # which a program counts in 32 bits
 TILE = 2048  # elements that a program holds at a time, if a row is not longer
 WARP_ELEMENTS = 512  # 16 to a thread
 FEW_PROGRAMS = 264  # two for each multiprocessor of an H200: with fewer, they hold an eighth of a tile
@@ -46,7 +47,7 @@ def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
         and x.__class__ is Tensor
         and x.dtype in _FLOATS
         and (width := x.size(-1)) <= MAX_WIDTH
-        and x.numel() > 0
+        and 0 < x.numel() <= MAX_ROWS * width
         and not x.is_neg()
         and _ready(device := x.get_device())
         and (weight is None or (weight.dtype in _FLOATS and fits(weight, width, device)))
@@ -90,7 +91,8 @@ class _Normalize(torch.autograd.Function):
         plain = dy.__class__ is Tensor and torch._C._has_storage(dy) and not dy.is_neg() and nobody_watches()
         if torch.is_grad_enabled() or not plain:
             return *_written_out(x, weight, bias, dy, ctx.removed), None, None
-        needed = (p if needs else None for p, needs in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True))
+        _, to_weight, to_bias, _, _ = ctx.needs_input_grad
+        needed = weight if to_weight else None, bias if to_bias else None
         return *_backward(x, weight, stats, dy.contiguous(), ctx.removed, *needed), None, None
 
 
@@ -128,24 +130,22 @@ def kernel(
     if not applies(x, weight, bias) or (at_weight | at_bias) & 15:
         return None
     width, device, dtype = x.size(-1), x.get_device(), output_dtype(x)
-    same = dtype is x.dtype
-    few, many = (_forward_plan(x, weight, bias, dtype, size, False) for size in (1, FEW_PROGRAMS * TILE))
+    same, most, few_size = dtype is x.dtype, MAX_ROWS * width, FEW_PROGRAMS * TILE
+    few, many = (_forward_plan(x, weight, bias, dtype, size, False) for size in (1, few_size))
     numbers = (width // few.multiple, *removed)
-    few_rest, many_rest = (*numbers, *few.constants), (*numbers, *many.constants)
 
     def launch(x: Tensor) -> Tensor | None:
-        size = x.numel()
-        plan, rest = (few, few_rest) if size < FEW_PROGRAMS * TILE else (many, many_rest)
-        y = torch.empty_like(x) if same else torch.empty_like(x, dtype=dtype)
-        at_x, at_y = x.data_ptr(), y.data_ptr()
-        if plan.compiled is None or (at_x | at_y) & 15 or not size or device != torch._C._cuda_getDevice():
+        size, at_x = x.numel(), x.data_ptr()
+        plan = few if size < few_size else many
+        if plan.short is None or not 0 < size <= most or device != torch._C._cuda_getDevice():
             return None
-        run, function, metadata = plan.compiled
-        stream, rows = torch._C._cuda_getCurrentRawStream(device), size // width
-        run(
-            -(-rows // plan.tile.rows), 1, 1, stream, function, metadata, None, None, None,
-            at_x, at_weight or at_x, at_bias or at_x, at_y, at_y, rows, *rest,
-        )  # fmt: skip
+        y = torch.empty_like(x) if same else torch.empty_like(x, dtype=dtype)
+        at_y = y.data_ptr()
+        if (at_x | at_y) & 15:
+            return None
+        rows, stream = size // width, torch._C._cuda_getCurrentRawStream(device)
+        places = (at_x, at_weight or at_x, at_bias or at_x, at_y, at_y)
+        plan.short(-(-rows // plan.tile.rows), 1, stream, (*places, rows, *numbers))
         return y
 
     return launch
@@ -223,82 +223,11 @@ def _totals(parts: Tensor, weight_like: Tensor | None, bias_like: Tensor | None)
     return to_weight, to_bias
 
 
-# --------------------------------------------------------------------------------------------------------------- launch
-
-
-class Tile(NamedTuple):
-    """What one program holds at a time."""
-
-    rows: int
-    block: int
-    warps: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows, self.block
-
-
 def _tile(width: int, few: bool) -> Tile:
     """Few programs would leave multiprocessors idle: then each holds fewer rows."""
     block = max(16, 1 << (width - 1).bit_length())
     rows = max(1, (TILE // 8 if few else TILE) // block)
     return Tile(rows, block, min(16, max(1, rows * block // WARP_ELEMENTS)))
-
-
-class Plan:
-    """A kernel with its constants; once it has run, how to launch it without Triton's search.
-
-    Triton compiles anew for another dtype, another constant, or a pointer that is not aligned to 16 bytes. Dtypes and
-    constants belong to a plan, and one pointer that is not aligned takes the long way.
-    """
-
-    def __init__(self, kernel: str, constants: tuple[Any, ...], tile: Tile) -> None:
-        self.kernel, self.constants, self.tile = kernel, constants, tile
-        self.multiple: int = constants[-3]
-        self.compiled: tuple[Any, Any, Any] | None = None
-        self.tried = False
-
-    def launch(self, across: int, down: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...]) -> None:
-        device = tensors[0].get_device()
-        if device >= 0 and device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                return self.launch(across, down, tensors, numbers)
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        aligned = True
-        for pointer in pointers:
-            if pointer & 15:
-                aligned = False
-        if aligned and self.compiled is not None:
-            run, function, metadata = self.compiled
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            run(across, down, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *self.constants)
-            return None
-        kernel = getattr(_kernels(), self.kernel)
-        # Products and sums are rounded one by one, so that a network says the same with gradients and without.
-        found = kernel[(across, down)](
-            *tensors, *numbers, *self.constants, num_warps=self.tile.warps, enable_fp_fusion=False
-        )
-        if aligned and found is not None and not self.tried:
-            self.tried = True
-            self._keep(found, (across, down, 1), device, (*pointers, *numbers, *self.constants))
-        return None
-
-    def _keep(self, found: Any, grid: tuple[int, int, int], device: int, arguments: tuple[Any, ...]) -> None:
-        """Launch it once the short way: should this Triton not know it, the long way remains."""
-        try:
-            compiled = (found.run, found.function, found.packed_metadata)
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            found.run(*grid, stream, *compiled[1:], None, None, None, *arguments)
-        except (AttributeError, TypeError, ValueError, RuntimeError):
-            return
-        self.compiled = compiled
-
-
-@functools.cache
-def _kernels() -> Any:
-    from . import kernels
-
-    return kernels
 
 
 @functools.cache

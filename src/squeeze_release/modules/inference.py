@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._C import _is_any_autocast_enabled as _autocast_somewhere
 
 from . import fused, native
-from .kernel_inputs import Removed, nobody_watches, output_dtype
+from .kernel_inputs import Removed, nobody_watches_eager, output_dtype
 
 _PLAIN = (torch.nn.Parameter, Tensor, type(None))
 _MISSING: Any = object()
@@ -45,22 +46,31 @@ def normalize(
     # None is no parameter, and missing is one that is made elsewhere: of a parametrized norm.
     weight, bias = parameters.get("weight", _MISSING), parameters.get("bias", _MISSING)
     if (
-        not nobody_watches()  # before what a compiler would look into, as in fused.py
-        or is_grad_enabled()
+        is_grad_enabled()
         or x.__class__ is not Tensor
         or weight.__class__ not in _PLAIN
         or bias.__class__ not in _PLAIN
-        or x.size(-1) != kept
+        or not nobody_watches_eager()
+        or x.shape[-1] != kept
         or x.is_neg()
     ):
         return None
+    dtype = x.dtype
     what = (
-        x.dtype, output_dtype(x), x.get_device(),
-        None if weight is None else (weight.data_ptr(), weight.dtype),
-        None if bias is None else (bias.data_ptr(), bias.dtype),
+        dtype, x.device, dtype is not torch.float32 and _autocast_somewhere() and output_dtype(x),
+        None if weight is None else weight.data_ptr(), None if weight is None else weight.dtype,
+        None if bias is None else bias.data_ptr(), None if bias is None else bias.dtype,
     )  # fmt: skip
     seen = looked.seen
-    if seen is None or seen.what != what:
-        kernel = native.kernel if x.is_cpu else fused.kernel
-        seen = looked.seen = Seen(what, kernel(x, weight, bias, removed))
-    return None if seen.kernel is None else seen.kernel(x.contiguous())
+    if seen is None or seen[0] != what:
+        seen = looked.seen = Seen(what, _kernel(x, weight, bias, removed))
+    kernel = seen[1]
+    return None if kernel is None else kernel(x.contiguous())
+
+
+def _kernel(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed
+) -> Callable[[Tensor], Tensor | None] | None:
+    if x.is_cpu:
+        return native.kernel(x, weight, bias, removed)
+    return fused.kernel(x, weight, bias, removed) if x.is_cuda else None

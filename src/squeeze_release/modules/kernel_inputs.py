@@ -35,9 +35,12 @@ class Removed(NamedTuple):
 
 def nobody_watches() -> bool:
     """No compiler, tracer, transform or mode that would have to see every op."""
-    return not (
-        is_compiling() or _is_tracing() or _transforms_active() or _modes_active() or forward_ad._current_level >= 0
-    )
+    return not is_compiling() and nobody_watches_eager()
+
+
+def nobody_watches_eager() -> bool:
+    """For who has asked a compiler already."""
+    return not (_is_tracing() or _transforms_active() or _modes_active() or forward_ad._current_level >= 0)
 
 
 def fits(parameter: Tensor, width: int, device: int) -> bool:

@@ -105,7 +105,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         if is_compiling():
             if x.dtype != torch.float64 and not is_exporting():
                 out = _for_a_compiler(x, self.weight, self.bias, self._told, self._kept)
-        elif x.is_cpu or x.is_cuda:
+        else:
             out = inference.normalize(x, self._parameters, self._numbers, self._looked, self._kept)
         out = self._elsewhere(x) if out is None else out
         out = out if self.channel_dim == -1 else out.movedim(-1, 1)
