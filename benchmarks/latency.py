@@ -10,6 +10,9 @@ ratios are taken round by round. `eager` is a stream of calls, `graph` their rep
 the limit, the device's own time), `compiled` is torch.compile, which takes minutes for each batch size and dtype.
 Errors are the largest difference from the masked network, relative to its largest output, in float32 on the CPU.
 
+Compiling is most of the work and hardly needs the GPU: several of these with one --in-turns FILE compile side by side,
+and measure one after the other.
+
 Every row is written as it is made, and a case that the file has is not measured again. --seconds is a budget: no case
 begins after it. Exit code 1 if the small network is slower than 1.03 times the ideal one anywhere.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import fcntl
 import signal
 import sys
 import time
@@ -101,6 +105,16 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def alone(lock: Path | None) -> Iterator[None]:
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # let go of as the file is closed
+        yield
+
+
 def prepared(model: nn.Module, x: Tensor, how: str, options: argparse.Namespace) -> Callable[[], Any]:
     """The call to time, warm."""
 
@@ -137,7 +151,8 @@ def measure(case: dict[str, Any], found: dict[str, Contender], options: argparse
             if who not in PEERS and case["how"] != "compiled":
                 raise
             notes[who] = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
-    times = interleaved(calls, on_gpu, options.rounds, options.sample)
+    with alone(options.in_turns):
+        times = interleaved(calls, on_gpu, options.rounds, options.sample)
     return [row(case, who, each, notes[who], times) for who, each in found.items() if who in times or each.note]
 
 
@@ -185,6 +200,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--how", nargs="+", choices=HOWS, default=list(HOWS), help="(all; a graph is for a GPU)")
     parser.add_argument("--compile-seconds", type=float, default=150, help="limit for each network (150)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
+    parser.add_argument("--in-turns", type=Path, metavar="FILE", help="who has the same one does not measure meanwhile")
     parser.add_argument("--out", type=Path, help="a CSV file; what it has is not measured again")
     return parser.parse_args()
 
