@@ -41,7 +41,7 @@ def start(recipe: str, config: str, seed: int, args: argparse.Namespace) -> subp
         if getattr(args, option):
             command += [f"--{option.replace('_', '-')}", getattr(args, option)]
     for change in changes:
-        command += ["--set", change]
+        command += ["--rules", change.removeprefix("rules=")] if change.startswith("rules=") else ["--set", change]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 

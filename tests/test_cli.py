@@ -54,6 +54,8 @@ def test_errors_are_printed_and_end_with_1(
     assert "holds a run already" in capsys.readouterr().err
     assert call("run", "fc-mnist", "--data", folder, "--set", "epochs=3") == 1
     assert "error: 'epochs=3' changes nothing" in capsys.readouterr().err
+    assert call("run", "fc-mnist", "--data", folder, "--set", "rules=A") == 1
+    assert "use --rules A" in capsys.readouterr().err
     stopping = ["run", "fc-mnist", "--data", folder, "--run-dir", f"{folder}/other", "--quiet"]
     assert call(*stopping, "--stop-after", "0") == 3
     assert capsys.readouterr().err.startswith("the run has used up its 0 seconds")

@@ -88,6 +88,13 @@ def _changes(texts: list[str]) -> tuple[tuple[str, Any], ...]:
     found: list[tuple[str, Any]] = []
     for text in texts:
         name, equals, value = text.partition("=")
+        if name in ("seed", "mode", "rules"):
+            raise InputError(
+                f"{name} is an option of its own",
+                where="--set",
+                consequence="no run was started",
+                remedy=f"use --{name} {value}",
+            )
         if name not in known or not equals:
             raise InputError(
                 f"{text!r} changes nothing",
