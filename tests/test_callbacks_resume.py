@@ -144,6 +144,7 @@ def test_what_cannot_be_resumed_says_so(tmp_path: Path) -> None:
         ({"finetune_epochs": 0}, "finetune_epochs=0: nobody would evaluate"),
         ({"grain": "channel"}, "grain='channel': which weights make up a channel"),
         ({"min_accuracy": 0.9}, "min_accuracy=0.9: the network of an earlier cycle"),
+        ({"max_loss": 0.1}, "max_loss=0.1: the network of an earlier cycle"),
     ],
 )
 def test_a_config_that_makes_no_sense_in_another_loop(changes: dict[str, Any], said: str) -> None:

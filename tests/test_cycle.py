@@ -144,6 +144,23 @@ def test_a_floor_for_the_accuracy_chooses_the_smallest_network_above_it() -> Non
     )
 
 
+def test_a_floor_may_be_a_distance_from_the_unpruned_network() -> None:
+    free = replace(tiny.CONFIG, grain="channel", threshold=0.0, max_drop=1.0, last_ratio=0.3, max_cycles=4)
+    start = tiny.run(free).points[0].accuracy
+    for changes in ({"final_gain": 0.05}, {"retries": 2}):
+        by_loss = tiny.run(replace(free, max_loss=0.02, **changes))
+        by_floor = tiny.run(replace(free, min_accuracy=start - 0.02, **changes))
+        assert by_loss.points == by_floor.points
+        assert _without_seconds(by_loss.summary) == _without_seconds(by_floor.summary)
+        assert by_loss.summary["deployable_params"] < by_loss.points[0].deployable_params
+    with pytest.raises(sr.InputError, match="two floors"):
+        sr.CycleConfig(min_accuracy=0.9, max_loss=0.1)
+
+
+def _without_seconds(summary: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in summary.items() if name != "seconds"}
+
+
 @pytest.mark.parametrize("grain", ["weight", "channel"])
 def test_a_floor_under_the_baseline_keeps_its_zeros(grain: str) -> None:
     config = replace(tiny.CONFIG, mode="baseline", grain=grain, last_ratio=0.2)

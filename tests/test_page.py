@@ -116,14 +116,17 @@ def test_a_run(write: Write, run: Path) -> None:
     assert sum("◎" in row[0] for row in table) == len(page.all("svg", "chart")[0].all("circle", "ring")) == 1
 
 
-def test_the_network_that_was_chosen_is_the_one_that_came_out(run: Path) -> None:
-    read = read_run(run)
-    assert read.chosen is not None and read.summary is not None
-    assert read.chosen.deployable_params == read.summary.deployable_params
-    assert replace(read, floor=None).chosen == read.points[-1]
-    best = max(read.points, key=lambda point: point.accuracy)
-    assert replace(read, floor=2.0).chosen == best  # none is so good
-    assert replace(read, summary=None).chosen is None
+def test_the_network_that_was_chosen_is_the_one_that_came_out(tmp_path: Path) -> None:
+    free = replace(tiny.CONFIG, grain="channel", threshold=0.0, max_drop=1.0, last_ratio=0.3, max_cycles=2)
+    result = tiny.run(free)
+    start, last, end = result.points[0].accuracy, result.points[-1].accuracy, result.summary["validation_accuracy"]
+    assert last < end - 1e-6  # so it reaches that floor in its last fine-tuning only
+    for name, value in (("min_accuracy", end - 1e-6), ("max_loss", start - end + 1e-6)):
+        tiny.run(replace(free, final_gain=1.0, **{name: value}), run_dir=tmp_path / name)  # type: ignore[arg-type]
+        read = read_run(tmp_path / name)
+        assert read.chosen == read.points[-1] == result.points[-1]
+        assert read.floor == pytest.approx(end - 1e-6, abs=1e-12)
+        assert replace(read, summary=None).chosen is None
 
 
 def test_a_baseline_is_drawn_by_what_is_not_zero(write: Write, tmp_path: Path) -> None:
@@ -307,6 +310,7 @@ def test_a_run_that_is_just_writing_a_line_can_be_read(changed: Path) -> None:
         ("config.json", "{", "", "not JSON"),
         ("config.json", '"min_accuracy": 0.9', '"min_accuracy": NaN', "min_accuracy is nan, no number"),
         ("config.json", '"min_accuracy": 0.9', '"min_accuracy": "high"', "min_accuracy is 'high', no number"),
+        ("config.json", '"max_loss": null', '"max_loss": "low"', "max_loss is 'low', no number"),
         ("summary.json", '"accuracy"', '"precision"', "without accuracy"),
     ],
 )

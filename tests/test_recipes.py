@@ -262,7 +262,7 @@ def test_best_prunes_whole_channels_of_the_stream_too(name: str) -> None:
         "vit": lambda: vit.vit(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=4, num_classes=10),
     }
     short = {"train_epochs": 1, "prune_epochs": 4, "finetune_epochs": 1, "final_epochs": 1, "max_cycles": 2}
-    free = {"threshold": 0.0, "max_drop": 1.0, "min_accuracy": None, "final_gain": 0.0, "retries": 0}
+    free = {"threshold": 0.0, "max_drop": 1.0, "min_accuracy": None, "max_loss": None, "final_gain": 0.0}
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (96, 3, 32, 32), generator=draw, dtype=torch.uint8)
     part = data.Images(pixels, torch.randint(10, (96,), generator=draw))

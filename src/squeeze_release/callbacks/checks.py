@@ -30,12 +30,14 @@ def check_config(config: Config) -> None:
             "CycleConfig(grain=)",
             "use sr.cycle, which is given example inputs; or leave the grain, and give finish_units=1.0",
         )
-    if config.min_accuracy is not None:
-        raise refused(
-            f"min_accuracy={config.min_accuracy}: the network of an earlier cycle cannot take the place of the present",
-            "CycleConfig(min_accuracy=)",
-            "give a run_dir, and take from it the network of the cycle you like, with sr.load",
-        )
+    for field in ("min_accuracy", "max_loss"):
+        value = getattr(config, field)
+        if value is not None:
+            raise refused(
+                f"{field}={value}: the network of an earlier cycle cannot take the place of the present",
+                f"CycleConfig({field}=)",
+                "give a run_dir, and take from it the network of the cycle you like, with sr.load",
+            )
 
 
 def check_length(config: Config, epochs: float, where: str) -> None:

@@ -54,6 +54,7 @@ class Config:
         rules: of every squeeze; see `squeeze`.
         min_accuracy: the result is the smallest network whose validation accuracy is at least this; None for the last
             one.
+        max_loss: the same floor, as far below the unpruned network's accuracy: 0.01 for a point.
         final_gain: how far below this floor a network may be before its last fine-tuning: the smallest is tried first,
             and if it does not get above the floor, the next larger one.
         retries: with such a floor, a cycle that comes to nothing or ends below it is tried again, from the smallest
@@ -84,25 +85,28 @@ class Config:
     release_pool: str = "layer"
     rules: str = "all"
     min_accuracy: float | None = None
+    max_loss: float | None = None
     final_gain: float = 0.0
     retries: int = 0
     seed: int = 0
-
-    @property
-    def floor(self) -> float | None:
-        """For networks whose last fine-tuning is still to come."""
-        return None if self.min_accuracy is None else self.min_accuracy - self.final_gain
 
     def __post_init__(self) -> None:
         choices = {"mode": MODES, "schedule": tuple(SCHEDULES), "score": SCORES, "judged": JUDGED, "grain": GRAINS}
         for name, allowed in choices.items():
             check_choice(name, getattr(self, name), allowed, of="CycleConfig", consequence="no run was started")
-        if self.retries and self.min_accuracy is None:
+        if self.min_accuracy is not None and self.max_loss is not None:
+            raise InputError(
+                f"two floors: min_accuracy={self.min_accuracy} and max_loss={self.max_loss}",
+                where="CycleConfig(max_loss=)",
+                consequence="no run was started",
+                remedy="give one of them",
+            )
+        if self.retries and self.min_accuracy is None and self.max_loss is None:
             raise InputError(
                 f"retries={self.retries} without a floor: no cycle would ever fail",
                 where="CycleConfig(retries=)",
                 consequence="no run was started",
-                remedy="give min_accuracy too",
+                remedy="give min_accuracy or max_loss too",
             )
 
 

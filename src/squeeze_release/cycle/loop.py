@@ -189,7 +189,7 @@ def finetune_step(run: Run) -> None:
 def end_cycle(run: Subject, accuracy: float) -> None:
     config, number = run.config, run.state.cycle
     run.record(number, accuracy)
-    if config.retries and accuracy < (config.floor or 0.0):
+    if config.retries and accuracy < (run.floor or 0.0):
         try_again(run)
     elif number < config.max_cycles:
         run.enter("prune", cycle=number + 1, accuracy=accuracy)
@@ -209,7 +209,7 @@ def try_again(run: Subject) -> None:
 
 def final_step(run: Run) -> None:
     """An epoch of the last fine-tuning, of the network that was chosen; if that is not enough, of the next larger."""
-    total, floor = run.config.final_epochs, run.config.min_accuracy
+    total, floor = run.config.final_epochs, run.min_accuracy
     if run.state.epoch == 0 and floor is not None:
         run.go_back()
     if run.state.epoch < total:

@@ -69,9 +69,20 @@ class Subject:
         return [target for target in found if all(model.get_parameter(name).requires_grad for name in target.names)]
 
     @property
+    def min_accuracy(self) -> float | None:
+        """What the result has to reach on the validation data."""
+        loss = self.config.max_loss
+        return self.config.min_accuracy if loss is None else self.state.points[0].accuracy - loss
+
+    @property
+    def floor(self) -> float | None:
+        """The same for networks whose last fine-tuning is still to come."""
+        return None if self.min_accuracy is None else self.min_accuracy - self.config.final_gain
+
+    @property
     def candidates(self) -> list[Point]:
         """The networks that the last fine-tuning may begin with, the smallest first; without a floor, the last one."""
-        floor, points = self.config.floor, self.state.points
+        floor, points = self.floor, self.state.points
         if floor is None:
             return [points[-1]]
         good = sorted((point for point in points if point.accuracy >= floor), key=size)
@@ -90,7 +101,7 @@ class Subject:
         if not self.config.retries:
             return 0
         before = [point for point in self.state.points if 0 < point.cycle < self.state.cycle]
-        return self.state.cycle - 1 - sum(point.accuracy >= (self.config.floor or 0.0) for point in before)
+        return self.state.cycle - 1 - sum(point.accuracy >= (self.floor or 0.0) for point in before)
 
     def go_back(self) -> None:
         """To the network that the next cycle, or the last fine-tuning, begins with."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..cycle.config import Point, smallest
+from ..cycle.config import Point
 from ..errors import InputError
 from ..report import Layer
 from .stored_layers import stored_layers
@@ -70,12 +70,12 @@ class RunFiles:
 
     @property
     def chosen(self) -> Point | None:
-        """The cycle whose network the run went on with at its end: as `Run.choose` does it."""
-        if self.summary is None or not self.points:
+        """The cycle whose network the run went on with at its end: the last fine-tuning leaves its size alone."""
+        if self.summary is None:
             return None
-        if self.floor is None:
-            return self.points[-1]
-        return smallest(self.points, self.floor) or max(self.points, key=lambda point: point.accuracy)
+        name = "mask_alive" if self.mode == "baseline" else "deployable_params"
+        same = (point for point in self.points if getattr(point, name) == getattr(self.summary, name))
+        return next(reversed([*same]), None)
 
     @property
     def max_error(self) -> float | None:
@@ -99,7 +99,7 @@ def read_run(folder: str | Path) -> RunFiles:
     return RunFiles(
         folder.resolve().name,
         str(config.get("mode", "")),
-        _floor(config, folder),
+        _floor(config, folder, points),
         tuple(epochs),
         tuple(squeezes),
         tuple(points),
@@ -115,11 +115,15 @@ def _layers(folder: Path) -> tuple[Layer, ...]:
     return stored_layers(newest) if newest is not None else ()
 
 
-def _floor(config: dict[str, Any], folder: Path) -> float | None:
-    floor = config.get("min_accuracy")
-    if floor is not None and not (_is_number(floor) and math.isfinite(floor)):
-        raise _misfit(f"min_accuracy is {floor!r}, no number", f"config.json of {folder.name}")
-    return floor
+def _floor(config: dict[str, Any], folder: Path, points: list[Point]) -> float | None:
+    for name in ("min_accuracy", "max_loss"):
+        value = config.get(name)
+        if value is not None and not (_is_number(value) and math.isfinite(value)):
+            raise _misfit(f"{name} is {value!r}, no number", f"config.json of {folder.name}")
+    loss = config.get("max_loss")
+    if loss is not None:
+        return points[0].accuracy - loss if points else None
+    return config.get("min_accuracy")
 
 
 def _metrics(file: Path) -> list[EpochLine | SqueezeLine | Point]:
