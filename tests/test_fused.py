@@ -116,6 +116,41 @@ def test_without_weight_or_bias(how: dict[str, bool], dtype: torch.dtype) -> Non
 
 
 @needs_kernels
+@pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6)])
+def test_twice(shape: tuple[int, ...]) -> None:
+    made, x = norm(6, 3), torch.randn(shape, device=DEVICE, requires_grad=True)
+    exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()
+    for y, of in ((run(made, x), (x, *made.parameters())), (exact(wide), (wide, *exact.parameters()))):
+        first = torch.autograd.grad(y.sin().sum(), of, create_graph=True)
+        again = torch.autograd.grad(sum(each.square().sum() for each in first), of)
+        if of[0] is x:
+            got = (*first, *again)
+    for mine, wanted in zip(got, (*first, *again), strict=True):
+        near(mine, wanted, 1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", ["strided", "negated", "unpacked", "nothing comes back"])
+def test_what_changed_between_forward_and_backward(change: str) -> None:
+    made, x, dy = norm(6, 3), torch.randn(5, 6, device=DEVICE, requires_grad=True), torch.randn(5, 6, device=DEVICE)
+
+    def unpack(saved: Tensor) -> Tensor:
+        return saved.T.contiguous().T if change == "unpacked" and saved.shape == x.shape else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+        y = run(made, x)
+    if change in ("strided", "negated"):
+        made.weight.data = (
+            torch.randn(12, device=DEVICE)[::2] if change == "strided" else torch._neg_view(made.weight.data)
+        )
+    dy = torch._efficientzerotensor(5, 6, device=DEVICE) if change == "nothing comes back" else dy
+    got = torch.autograd.grad(y, x, dy)[0]
+    want = fused._written_out(x.detach().double(), made.weight.double(), None, dy.double(), made._numbers)[0]
+    assert want is not None
+    torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
 def test_frozen_parameters(frozen: str) -> None:
     made, x = norm(24, 3), torch.randn(40, 24, device=DEVICE, requires_grad=True)

@@ -40,7 +40,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def kernel(run: Any, **metadata: Any) -> SimpleNamespace:
     """As Triton hands it over."""
     usual = {"num_warps": 4, "shared": 32, "global_scratch_size": 0, "profile_scratch_size": 0}
-    usual |= {"launch_cooperative_grid": False, "launch_pdl": False} | metadata
+    usual |= {"launch_cooperative_grid": False, "launch_pdl": False, "num_ctas": 1} | metadata
     asm = {"ptx": PTX}
     return SimpleNamespace(metadata=SimpleNamespace(**usual), asm=asm, function=99, packed_metadata="m", run=run)
 
@@ -67,7 +67,9 @@ def test_torch_launches_with_what_the_kernel_takes(launched: list[tuple[Any, ...
     ]
 
 
-@pytest.mark.parametrize("metadata", [{"global_scratch_size": 8}, {"profile_scratch_size": 8}, {"launch_pdl": True}])
+@pytest.mark.parametrize(
+    "metadata", [{"global_scratch_size": 8}, {"profile_scratch_size": 8}, {"launch_pdl": True}, {"num_ctas": 2}]
+)
 def test_a_kernel_that_wants_more_goes_by_triton(metadata: dict[str, Any], launched: list[tuple[Any, ...]]) -> None:
     calls: list[tuple[Any, ...]] = []
     assert shortest(kernel(lambda *arguments: calls.append(arguments), **metadata)) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from test_fused import Other, Watches, near
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
 from squeeze_release import CompensatedLayerNorm
@@ -46,7 +47,7 @@ def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: fl
 
 def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     removed = Removed.of(x.size(-1), 1, 1.0, 1.0, 1.0)
-    return inference.normalize(x, {"weight": weight, "bias": bias}, removed, inference.Looked(), x.size(-1)) is not None
+    return inference.normalize(x, {"weight": weight, "bias": bias}, inference.Looked(), removed, x.size(-1)) is not None
 
 
 def compare(made: CompensatedLayerNorm, x: Tensor, bound: float = 1e-6) -> None:
@@ -239,6 +240,63 @@ def test_parameters_that_change_are_looked_at_again(calls: list[bool]) -> None:
     near(made(x.bfloat16()), copy.deepcopy(made).double()(x.bfloat16().double()))
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {  # of eight numbers, each at the address of the first
+    "every second": lambda room: room[::2],
+    "one for all": lambda room: room[:1].expand(4),
+    "negated": lambda room: torch._neg_view(room[:4]),
+    "another type": lambda room: room.view(torch.bfloat16)[:4],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_another_view_at_the_same_address(view: Callable[[Tensor], Tensor], name: str) -> None:
+    made, x, room = norm(4, 2), torch.randn(3, 4), torch.randn(8)
+    getattr(made, name).data = room[:4]
+    made(x)
+    getattr(made, name).data = view(room)
+    near(made(x), copy.deepcopy(made).double()(x.double()))
+
+
+def test_a_parameter_that_shrank_is_an_error() -> None:
+    made, x = norm(4, 2), torch.randn(3, 4)
+    made(x)
+    made.weight.data = made.weight.data[:2]
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        made(x)
+
+
+def test_a_shallow_copy_has_numbers_of_its_own() -> None:
+    made, x = norm(4, 2), torch.randn(3, 4)
+    other = copy.copy(made)
+    other.eps = 5.0
+    made(x)
+    near(other(x), copy.deepcopy(other).double()(x.double()))
+    near(made(x), copy.deepcopy(made).double()(x.double()))
+
+
+def test_numbers_that_change_while_another_thread_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = norm(4, 2), torch.randn(3, 4)
+    real = native.kernel
+
+    def meanwhile(*arguments: Any) -> Any:
+        made.eps = 5.0
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "kernel", meanwhile)
+        made(x)
+    near(made(x), copy.deepcopy(made).double()(x.double()))
+
+
+def test_tensors_without_numbers(calls: list[bool]) -> None:
+    made, x, zeros = norm(4, 2), torch.randn(3, 4), torch._efficientzerotensor(3, 4)
+    near(made(zeros), copy.deepcopy(made).double()(torch.zeros(3, 4).double()))
+    y = torch.func.functional_call(made, {"weight": zeros[0]}, (x,))
+    near(y, made.bias.double().expand(3, 4))
+    assert not any(calls)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in forward AD
 def test_who_watches_sees_plain_ops(calls: list[bool]) -> None:
     made, x = norm(4, 2), torch.randn(3, 4)
@@ -251,4 +309,6 @@ def test_who_watches_sees_plain_ops(calls: list[bool]) -> None:
         tangent = forward_ad.unpack_dual(made(forward_ad.make_dual(x, x))).tangent
     assert tangent is not None and tangent.abs().max() > 0
     near(torch.export.export(made, (x,), strict=False).module()(x), exact(x.double()))
+    for pre_dispatch in (False, True):
+        near(make_fx(made, pre_dispatch=pre_dispatch)(torch.zeros(3, 4))(x), exact(x.double()))
     assert not any(calls)  # that of float64 asks, in vain

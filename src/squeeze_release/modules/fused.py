@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernel_inputs import Removed, fits, nobody_watches, output_dtype
+from .kernel_inputs import Removed, address_of, fits, nobody_watches, output_dtype
 from .launch import Plan, Tile
 
 MAX_WIDTH = 16384  # of a row that one program holds in registers
@@ -48,6 +48,7 @@ def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
         and x.dtype in _FLOATS
         and (width := x.size(-1)) <= MAX_WIDTH
         and 0 < x.numel() <= MAX_ROWS * width
+        and address_of(x) != 0
         and not x.is_neg()
         and _ready(device := x.get_device())
         and (weight is None or (weight.dtype in _FLOATS and fits(weight, width, device)))
@@ -88,7 +89,11 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, bias, stats), dy = ctx.saved_tensors, grads[0]
         # With create_graph these gradients will be differentiated themselves; a batch of them has no storage.
-        plain = dy.__class__ is Tensor and torch._C._has_storage(dy) and not dy.is_neg() and nobody_watches()
+        plain = nobody_watches() and dy.__class__ is Tensor and address_of(dy) != 0 and not dy.is_neg()
+        # And what was saved may have been changed since, by `.data =` or by hooks of whoever saves memory.
+        device, width = stats.get_device(), x.shape[-1]
+        plain = plain and x.is_contiguous() and x.get_device() == dy.get_device() == device and address_of(x) != 0
+        plain = plain and (weight is None or fits(weight, width, device))
         if torch.is_grad_enabled() or not plain:
             return *_written_out(x, weight, bias, dy, ctx.removed), None, None
         _, to_weight, to_bias, _, _ = ctx.needs_input_grad
@@ -108,11 +113,11 @@ def _written_out(
     n = (centred - removed.share * shift) * rstd
     g = dy if weight is None else dy * weight.float()
     along_mean, along_sigma = (each.sum(-1, keepdim=True) * removed.inverse for each in (g, g * n))
-    rows = tuple(range(x.dim() - 1))
+    width = x.shape[-1]
     return (
         (rstd * (g - along_mean - n * along_sigma)).to(x.dtype),
-        None if weight is None else (dy * n).sum(rows).to(weight.dtype),
-        None if bias is None else dy.sum(rows).to(bias.dtype),
+        None if weight is None else (dy * n).reshape(-1, width).sum(0).to(weight.dtype),
+        None if bias is None else dy.reshape(-1, width).sum(0).to(bias.dtype),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled as _autocast_somewhere
 
 from . import fused, native
-from .kernel_inputs import Removed, nobody_watches_eager, output_dtype
+from .kernel_inputs import Removed, address_of, nobody_watches_eager, output_dtype
 
 _PLAIN = (torch.nn.Parameter, Tensor, type(None))
 _MISSING: Any = object()
@@ -40,7 +40,7 @@ class Looked:
 
 
 def normalize(
-    x: Tensor, parameters: Mapping[str, Tensor | None], removed: Removed, looked: Looked, kept: int
+    x: Tensor, parameters: Mapping[str, Tensor | None], looked: Looked, removed: Removed, kept: int
 ) -> Tensor | None:
     """y; or None where there is no kernel: they are for plain tensors, in eager, and without gradients."""
     # None is no parameter, and missing is one that is made elsewhere: of a parametrized norm.
@@ -51,21 +51,26 @@ def normalize(
         or weight.__class__ not in _PLAIN
         or bias.__class__ not in _PLAIN
         or not nobody_watches_eager()
-        or x.shape[-1] != kept
+        or x.shape[-1:] != (kept,)
         or x.is_neg()
+        or not address_of(x)
     ):
         return None
     dtype = x.dtype
-    what = (
-        dtype, x.device, dtype is not torch.float32 and _autocast_somewhere() and output_dtype(x),
-        None if weight is None else weight.data_ptr(), None if weight is None else weight.dtype,
-        None if bias is None else bias.data_ptr(), None if bias is None else bias.dtype,
-    )  # fmt: skip
+    autocast = dtype is not torch.float32 and _autocast_somewhere() and output_dtype(x)
+    what = (dtype, x.device, autocast, _facts(weight), _facts(bias))
     seen = looked.seen
     if seen is None or seen[0] != what:
         seen = looked.seen = Seen(what, _kernel(x, weight, bias, removed))
     kernel = seen[1]
     return None if kernel is None else kernel(x.contiguous())
+
+
+def _facts(parameter: Tensor | None) -> tuple[Any, ...] | None:
+    """All that a kernel is told of it: `.data` may become any view, at the same address too."""
+    if parameter is None:
+        return None
+    return address_of(parameter), parameter.dtype, parameter.shape, parameter.stride(), parameter.is_neg()
 
 
 def _kernel(

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C import _are_functorch_transforms_active as _transforms_active
-from torch._C import _is_tracing
-from torch._C import _len_torch_dispatch_stack as _modes_active
+from torch._C import DispatchKey, DispatchKeySet
+from torch._C import _dispatch_tls_local_include_set as _listeners
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 _PLAIN = (Tensor, nn.Parameter)
+_USUAL = DispatchKeySet(DispatchKey.BackendSelect).add(DispatchKey.ADInplaceOrView).raw_repr()
 
 
 class Removed(NamedTuple):
@@ -32,6 +32,11 @@ class Removed(NamedTuple):
         width = max(1, kept + count)
         return cls(mean, count / width, kept * count / width**2, m2 / width + eps, 1 / width)
 
+    @property
+    def told(self) -> tuple[float, ...]:
+        """As `CompensatedLayerNorm._tell`: m_R, M2 / C + eps, m / C, m K / C^2, K m_R / C."""
+        return self.mean, self.base, 1 - self.share, self.cross, self.share * self.mean
+
 
 def nobody_watches() -> bool:
     """No compiler, tracer, transform or mode that would have to see every op."""
@@ -39,19 +44,25 @@ def nobody_watches() -> bool:
 
 
 def nobody_watches_eager() -> bool:
-    """For who has asked a compiler already."""
-    return not (_is_tracing() or _transforms_active() or _modes_active() or forward_ad._current_level >= 0)
+    """For who has asked a compiler already: all others listen at torch's dispatcher, but for forward gradients."""
+    return not _listeners().raw_repr() & ~_USUAL and forward_ad._current_level < 0
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where its numbers lie: 0 where there are none, or where it is no more than a promise of some."""
+    return tensor.data_ptr() if torch._C._has_storage(tensor) else 0
 
 
 def fits(parameter: Tensor, width: int, device: int) -> bool:
     """A kernel believes what it is told of a tensor: on another device, or too short, it would read something else."""
     return (
         parameter.__class__ in _PLAIN
-        and parameter.numel() == width
+        and parameter.shape == (width,)
         and parameter.get_device() == device
         and parameter.is_contiguous()
         and not parameter.is_neg()  # a view whose numbers are negated by whoever reads them
         and (device >= 0 or parameter.is_cpu)
+        and address_of(parameter) != 0
     )
 
 

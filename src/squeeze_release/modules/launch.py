@@ -40,7 +40,7 @@ class Plan:
         self.kernel, self.constants, self.tile = kernel, constants, tile
         self.multiple: int = constants[-3]
         self.short: Short | None = None
-        self.tried = False
+        self.found: Any = None  # which Triton unloads with the last that holds it
 
     def launch(self, across: int, down: int, tensors: tuple[Tensor, ...], numbers: Numbers) -> None:
         device = tensors[0].get_device()
@@ -60,8 +60,8 @@ class Plan:
         found = kernel[(across, down)](
             *tensors, *numbers, *self.constants, num_warps=self.tile.warps, enable_fp_fusion=False
         )
-        if aligned and found is not None and not self.tried:
-            self.tried = True
+        if aligned and found is not None and self.found is None:
+            self.found = found
             stream = torch._C._cuda_getCurrentRawStream(device)
             self.short = _shortest(found, self.constants, (across, down, stream), addresses, numbers)
         return None
@@ -88,7 +88,8 @@ def _by_torch(found: Any, constants: tuple[Any, ...], addresses: int, numbers: N
     told = [64] * addresses + [32] * len(numbers)
     hidden = len(bits) - len(told)  # addresses of scratch memory, which no kernel of ours has
     scratch = metadata.global_scratch_size or metadata.profile_scratch_size
-    if hidden < 0 or bits != told + [64] * hidden or scratch or metadata.launch_cooperative_grid or metadata.launch_pdl:
+    special = metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl
+    if hidden < 0 or bits != told + [64] * hidden or scratch or special:
         raise ValueError("the kernel has other parameters than it was called with")
     types = "O" * addresses + "".join("i" if isinstance(number, int) else "f" for number in numbers) + "O" * hidden
     function, warps, shared, nowhere = found.function, metadata.num_warps, metadata.shared, (None,) * hidden

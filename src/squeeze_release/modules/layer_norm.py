@@ -106,7 +106,8 @@ class CompensatedLayerNorm(KeepsFloat64):
             if x.dtype != torch.float64 and not is_exporting():
                 out = _for_a_compiler(x, self.weight, self.bias, self._told, self._kept)
         else:
-            out = inference.normalize(x, self._parameters, self._numbers, self._looked, self._kept)
+            looked = self._looked  # before the numbers: what belongs to older ones is not kept with newer
+            out = inference.normalize(x, self._parameters, looked, self._numbers, self._kept)
         out = self._elsewhere(x) if out is None else out
         out = out if self.channel_dim == -1 else out.movedim(-1, 1)
         return behind(self, out) if self._modules else out
@@ -146,7 +147,6 @@ class CompensatedLayerNorm(KeepsFloat64):
         return torch.addcmul(bias, y, weight)
 
     def _derive(self) -> None:
-        self._looked.seen = None
         weight = getattr(self, "weight", None)
         self._kept = self._kept if weight is None else weight.numel()
         if not self.count.is_meta:
@@ -154,8 +154,10 @@ class CompensatedLayerNorm(KeepsFloat64):
         if not (self.count.is_meta or self.mean.is_meta or self.m2.is_meta):
             statistics = self._removed, float(self.mean), float(self.m2)
             self._numbers = Removed.of(self._kept, *statistics, self.eps)
-            # A copy of what forward reads, for mixing float64 scalars in costs a microsecond an op.
-            self._buffers["_told"] = self._tell().float()
+            # A copy of what forward reads, for mixing float64 scalars in costs a microsecond an op. From numbers, for
+            # a replica on another device gets the three one by one.
+            self._buffers["_told"] = torch.tensor(self._numbers.told, dtype=torch.float32, device=self.mean.device)
+        self._looked = inference.Looked()  # another one: a copy, or a thread in the middle of a call, may have the old
 
     def _tell(self) -> Tensor:
         """What the removed channels add: m_R, M2 / C + eps, m / C, m K / C^2, K m_R / C."""
@@ -201,5 +203,5 @@ def centred_and_scaled(x: Tensor, dims: int | tuple[int, ...], told: Tensor) -> 
 
 
 def _check(x: Tensor, kept: int) -> None:
-    if x.size(-1) != kept:
+    if x.shape[-1:] != (kept,):
         raise RuntimeError(f"CompensatedLayerNorm keeps {kept} channels, got an input of shape {tuple(x.shape)}")
