@@ -99,7 +99,7 @@ class Config:
                 f"two floors: min_accuracy={self.min_accuracy} and max_loss={self.max_loss}",
                 where="CycleConfig(max_loss=)",
                 consequence="no run was started",
-                remedy="give one of them",
+                remedy="give one of them, and None for the other (null on the command line)",
             )
         if self.retries and self.min_accuracy is None and self.max_loss is None:
             raise InputError(
