@@ -21,8 +21,6 @@ from torchvision.models.convnext import ConvNeXt as TorchvisionConvNeXt
 import squeeze_release as sr
 from squeeze_release.modules import CompensatedLayerNorm
 
-pytestmark = pytest.mark.xdist_group("convnext")  # in one process: its networks take long to make
-
 LIBRARIES = ["timm", "torchvision"]
 
 

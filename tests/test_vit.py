@@ -20,8 +20,6 @@ from torchvision.models.vision_transformer import VisionTransformer as Torchvisi
 import squeeze_release as sr
 from squeeze_release.modules import CompensatedLayerNorm
 
-pytestmark = pytest.mark.xdist_group("vit")  # in one process: its networks take long to make
-
 HEADS = {"timm": 6, "torchvision": 12}
 
 
