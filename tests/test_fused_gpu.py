@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from test_fused import BOTH, _plans_of_this_test, near, needs_gpu, norm  # noqa:
 from torch import Tensor, nn
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules import fused, inference, launch
+from squeeze_release.modules import fused, launch
 
 pytestmark = needs_gpu
 
@@ -117,21 +116,6 @@ def test_who_needs_plain_ops_gets_them() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- without gradients
-
-
-@pytest.fixture
-def kernels_asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the shortest way was taken, for each time that it was asked."""
-    asked: list[bool] = []
-    real = inference.normalize
-
-    def normalize(*arguments: Any) -> Tensor | None:
-        out = real(*arguments)
-        asked.append(out is not None)
-        return out
-
-    monkeypatch.setattr(inference, "normalize", normalize)
-    return asked
 
 
 @BOTH

@@ -152,13 +152,13 @@ def test_two_threads_with_inputs_of_their_own() -> None:
         assert all(pool.map(work, range(8)))
 
 
-def test_parametrized_norms(calls: list[bool]) -> None:
+def test_parametrized_norms(kernels_asked: list[bool]) -> None:
     made, x = norm(6, 3), torch.randn(5, 6)
     want = copy.deepcopy(made).double()(x.double())
     made.weight.mul_(0.5)
     parametrize.register_parametrization(made, "weight", Twice())
     near(made(x), want)
-    assert not any(calls)
+    assert not any(kernels_asked)
 
 
 class Twice(nn.Module):
@@ -186,33 +186,18 @@ def test_where_it_applies_and_where_not() -> None:
     assert not applies(x.bfloat16(), made.weight.bfloat16(), made.bias)
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the kernel took it, for each time that it was asked."""
-    asked: list[bool] = []
-    real = inference.normalize
-
-    def normalize(*arguments: Any) -> Tensor | None:
-        out = real(*arguments)
-        asked.append(out is not None)
-        return out
-
-    monkeypatch.setattr(inference, "normalize", normalize)
-    return asked
-
-
 @torch.enable_grad()
-def test_gradients_take_another_way(calls: list[bool]) -> None:
+def test_gradients_take_another_way(kernels_asked: list[bool]) -> None:
     made, x = norm(4, 2), torch.randn(3, 4, requires_grad=True)
     assert made(x).requires_grad
     made.requires_grad_()
     assert made(x.detach()).requires_grad
     with torch.no_grad():
         assert not made(x).requires_grad
-    assert calls == [False, False, True]
+    assert kernels_asked == [False, False, True]
 
 
-def test_parameters_that_change_are_looked_at_again(calls: list[bool]) -> None:
+def test_parameters_that_change_are_looked_at_again(kernels_asked: list[bool]) -> None:
     made, x = norm(4, 2), torch.randn(3, 4)
 
     def same() -> None:
@@ -233,7 +218,7 @@ def test_parameters_that_change_are_looked_at_again(calls: list[bool]) -> None:
     same()
     made._parameters["weight"] = None
     same()
-    assert calls[::2] == [True, True, True, True, False, False, True, False, True]  # every second is of float64
+    assert kernels_asked[::2] == [True, True, True, True, False, False, True, False, True]  # every second is of float64
     made.merge(torch.randn(3))
     same()
     made.bfloat16()
@@ -289,16 +274,16 @@ def test_numbers_that_change_while_another_thread_looks(monkeypatch: pytest.Monk
     near(made(x), copy.deepcopy(made).double()(x.double()))
 
 
-def test_tensors_without_numbers(calls: list[bool]) -> None:
+def test_tensors_without_numbers(kernels_asked: list[bool]) -> None:
     made, x, zeros = norm(4, 2), torch.randn(3, 4), torch._efficientzerotensor(3, 4)
     near(made(zeros), copy.deepcopy(made).double()(torch.zeros(3, 4).double()))
     y = torch.func.functional_call(made, {"weight": zeros[0]}, (x,))
     near(y, made.bias.double().expand(3, 4))
-    assert not any(calls)
+    assert not any(kernels_asked)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in forward AD
-def test_who_watches_sees_plain_ops(calls: list[bool]) -> None:
+def test_who_watches_sees_plain_ops(kernels_asked: list[bool]) -> None:
     made, x = norm(4, 2), torch.randn(3, 4)
     exact = copy.deepcopy(made).double()
     with Watches():
@@ -311,4 +296,4 @@ def test_who_watches_sees_plain_ops(calls: list[bool]) -> None:
     near(torch.export.export(made, (x,), strict=False).module()(x), exact(x.double()))
     for pre_dispatch in (False, True):
         near(make_fx(made, pre_dispatch=pre_dispatch)(torch.zeros(3, 4))(x), exact(x.double()))
-    assert not any(calls)  # that of float64 asks, in vain
+    assert not any(kernels_asked)  # that of float64 asks, in vain

@@ -88,17 +88,30 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, bias, stats), dy = ctx.saved_tensors, grads[0]
-        # With create_graph these gradients will be differentiated themselves; a batch of them has no storage.
-        plain = nobody_watches() and dy.__class__ is Tensor and address_of(dy) != 0 and not dy.is_neg()
-        # And what was saved may have been changed since, by `.data =` or by hooks of whoever saves memory.
-        device, width = stats.get_device(), x.shape[-1]
-        plain = plain and x.is_contiguous() and x.get_device() == dy.get_device() == device and address_of(x) != 0
-        plain = plain and (weight is None or fits(weight, width, device))
-        if torch.is_grad_enabled() or not plain:
+        # With create_graph these gradients will be differentiated themselves.
+        if torch.is_grad_enabled() or not _as_they_were(x, weight, stats, dy):
             return *_written_out(x, weight, bias, dy, ctx.removed), None, None
         _, to_weight, to_bias, _, _ = ctx.needs_input_grad
         needed = weight if to_weight else None, bias if to_bias else None
         return *_backward(x, weight, stats, dy.contiguous(), ctx.removed, *needed), None, None
+
+
+def _as_they_were(x: Tensor, weight: Tensor | None, stats: Tensor, dy: Tensor) -> bool:
+    """Plain tensors where they were saved: `.data =`, or hooks of whoever saves memory, may have changed them since.
+
+    A batch of gradients has no address.
+    """
+    device = stats.get_device()
+    return (
+        nobody_watches()
+        and dy.__class__ is Tensor
+        and not dy.is_neg()
+        and x.is_contiguous()
+        and x.get_device() == dy.get_device() == device
+        and address_of(x) != 0
+        and address_of(dy) != 0
+        and (weight is None or fits(weight, x.shape[-1], device))
+    )
 
 
 def _written_out(

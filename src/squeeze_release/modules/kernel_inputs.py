@@ -32,11 +32,6 @@ class Removed(NamedTuple):
         width = max(1, kept + count)
         return cls(mean, count / width, kept * count / width**2, m2 / width + eps, 1 / width)
 
-    @property
-    def told(self) -> tuple[float, ...]:
-        """As `CompensatedLayerNorm._tell`: m_R, M2 / C + eps, m / C, m K / C^2, K m_R / C."""
-        return self.mean, self.base, 1 - self.share, self.cross, self.share * self.mean
-
 
 def nobody_watches() -> bool:
     """No compiler, tracer, transform or mode that would have to see every op."""

@@ -154,16 +154,17 @@ class CompensatedLayerNorm(KeepsFloat64):
         if not (self.count.is_meta or self.mean.is_meta or self.m2.is_meta):
             statistics = self._removed, float(self.mean), float(self.m2)
             self._numbers = Removed.of(self._kept, *statistics, self.eps)
-            # A copy of what forward reads, for mixing float64 scalars in costs a microsecond an op. From numbers, for
-            # a replica on another device gets the three one by one.
-            self._buffers["_told"] = torch.tensor(self._numbers.told, dtype=torch.float32, device=self.mean.device)
+            # A copy of what forward reads, for mixing float64 scalars in costs a microsecond an op.
+            self._buffers["_told"] = self._tell().float()
         self._looked = inference.Looked()  # another one: a copy, or a thread in the middle of a call, may have the old
 
     def _tell(self) -> Tensor:
         """What the removed channels add: m_R, M2 / C + eps, m / C, m K / C^2, K m_R / C."""
-        width = self.count + self._kept
-        kept, gone = self._kept / width, self.count / width
-        return torch.stack([self.mean, self.m2 / width + self.eps, kept, kept * gone, gone * self.mean])
+        mean = self.mean
+        count, m2 = self.count.to(mean.device), self.m2.to(mean.device)  # a replica is given the three one by one
+        width = count + self._kept
+        kept, gone = self._kept / width, count / width
+        return torch.stack([mean, m2 / width + self.eps, kept, kept * gone, gone * mean])
 
     def _told_in(self, dtype: torch.dtype) -> Tensor:
         return self._tell() if dtype == torch.float64 else self._told
