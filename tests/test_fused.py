@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules import fused
+from squeeze_release.modules import fused, shortest
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,6 +36,7 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.fixture(autouse=True)
 def _plans_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_plans", {})
+    monkeypatch.setattr(shortest, "_seen", {})  # which has plans
 
 
 def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: float = 2, **how: Any) -> Any:
@@ -113,6 +114,19 @@ def test_tiles_large_and_small(width: int, rows: int, few: int, monkeypatch: pyt
 @BOTH
 def test_without_weight_or_bias(how: dict[str, bool], dtype: torch.dtype) -> None:
     compare(norm(36, 3, dtype, **how), torch.randn(4, 5, 36, device=DEVICE).to(dtype))
+
+
+@needs_kernels
+@BOTH
+@pytest.mark.parametrize("shape", [(2, 20, 5, 7), (1, 300, 3, 3), (3, 1, 4, 4), (5, 7, 1, 1)])
+@torch.no_grad()
+def test_images_that_lie_channel_by_channel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    made, x = norm(shape[1], 4, dtype), torch.randn(shape, device=DEVICE).to(dtype).permute(0, 2, 3, 1)
+    y = run(made, x)
+    assert y.is_contiguous()
+    near(y, copy.deepcopy(made).double()(x.double()))
+    if x.shape[1] > 1 and shape[1] > 1:
+        assert any(plan.kernel == "forward" and plan.constants[3] for plan in fused._plans.values())
 
 
 @needs_kernels
@@ -249,7 +263,7 @@ def test_gradients_written_out() -> None:
     made, x = norm(9, 4).cpu(), torch.randn(2, 5, 9, requires_grad=True)
     exact, wide, dy = copy.deepcopy(made).double(), x.detach().double().requires_grad_(), torch.randn(2, 5, 9)
     wanted = torch.autograd.grad(exact(wide), (wide, exact.weight, exact.bias), dy.double())
-    got = fused._written_out(x, made.weight, made.bias, dy, made._numbers)
+    got = fused._written_out(x, made.weight, torch.float32, dy, made._numbers)
     for one, other in zip(got, wanted, strict=True):
         near(one, other)
     assert fused._written_out(x, None, None, dy, made._numbers)[1:] == (None, None)

@@ -32,15 +32,28 @@ def test_the_module_runs_kernels_and_finds_them_at_once() -> None:
     assert all(plan.short is not None for plan in fused._plans.values())
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_channels_first_and_strided(channels_last: bool) -> None:
+def test_channels_first_and_strided(channels_last: bool, gradients: bool) -> None:
     made, exact = module_and_twin(channel_dim=1)
     x = torch.randn(2, 96, 5, 7, device="cuda")
     x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
-    near(made(x), exact(x.double()))
-    assert made(x).permute(0, 2, 3, 1).is_contiguous()
-    near(made(x[..., ::2]), exact(x[..., ::2].double()))
+    with torch.set_grad_enabled(gradients):
+        for _ in range(2):
+            near(made(x), exact(x.double()))
+        assert made(x).permute(0, 2, 3, 1).is_contiguous()
+        near(made(x[..., ::2]), exact(x[..., ::2].double()))
     assert fused._plans
+
+
+def test_a_parameter_whose_memory_is_gone_is_an_error() -> None:
+    made, x = norm(96, 20), torch.randn(5, 96, device="cuda")
+    with torch.no_grad():
+        for _ in range(2):
+            made(x)
+        made.weight.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="memory is gone"):
+            made(x)
 
 
 def test_capture_in_a_graph() -> None:
@@ -163,9 +176,10 @@ def test_parameters_that_change_are_looked_at_again(kernels_asked: list[bool]) -
     made.merge(torch.randn(3))
     same()
     assert kernels_asked == [True]
-    made.weight = nn.Parameter(torch._neg_view(torch.randn(96, device="cuda")))
+    made.weight = nn.Parameter(torch.randn(97, device="cuda")[1:])  # not aligned
     same()
-    made.weight = nn.Parameter(torch.randn(97, device="cuda")[1:])
+    assert kernels_asked == [True]
+    made.weight = nn.Parameter(torch._neg_view(torch.randn(96, device="cuda")))
     same()
     assert kernels_asked == [False]
 

@@ -60,7 +60,7 @@ def test_parameters_are_read_from_the_kernel() -> None:
 def test_torch_launches_with_what_the_kernel_takes(launched: list[tuple[Any, ...]]) -> None:
     short = shortest(kernel(never))
     assert short is not None
-    short(2, 1, 6, (48, 64, 8, 0.25))
+    short.launch(short.function, 2, 1, 1, short.warps, short.shared, short.types, (48, 64, 8, 0.25, *short.nothing), 6)
     assert launched == [
         (99, 3, 1, 1, 4, 32, "OOifO", (16, 32, 7, 0.5, None), 5),
         (99, 2, 1, 1, 4, 32, "OOifO", (48, 64, 8, 0.25, None), 6),

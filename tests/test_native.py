@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules import inference, native
+from squeeze_release.modules import native, shortest
 from squeeze_release.modules.kernel_inputs import Removed
 
 pytestmark = pytest.mark.skipif(native._library() is None, reason="there was no C compiler at installation")
@@ -47,7 +48,7 @@ def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: fl
 
 def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     removed = Removed.of(x.size(-1), 1, 1.0, 1.0, 1.0)
-    return inference.normalize(x, {"weight": weight, "bias": bias}, inference.Looked(), removed, x.size(-1)) is not None
+    return shortest.normalize(x, {"weight": weight, "bias": bias}, removed, x.size(-1)) is not None
 
 
 def compare(made: CompensatedLayerNorm, x: Tensor, bound: float = 1e-6) -> None:
@@ -169,7 +170,7 @@ class Twice(nn.Module):
 def test_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made, x = norm(48, 9), torch.randn(10, 48)
     with_kernel = made(x)
-    monkeypatch.setattr(inference, "normalize", lambda *arguments: None)
+    monkeypatch.setattr(shortest, "normalize", lambda *arguments: None)
     assert not torch.equal(with_kernel, made(x))  # for it is not the same arithmetic
     near(with_kernel, made(x).double())
 
@@ -260,18 +261,20 @@ def test_a_shallow_copy_has_numbers_of_its_own() -> None:
     near(made(x), copy.deepcopy(made).double()(x.double()))
 
 
-def test_numbers_that_change_while_another_thread_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, x = norm(4, 2), torch.randn(3, 4)
-    real = native.kernel
-
-    def meanwhile(*arguments: Any) -> Any:
-        made.eps = 5.0
-        return real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(native, "kernel", meanwhile)
+def test_a_parameter_whose_memory_is_gone_is_an_error() -> None:
+    made, x = norm(4, 2, elementwise_affine=True, bias=False), torch.randn(3, 4)
+    made(x)
+    made.weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="memory is gone"):
         made(x)
-    near(made(x), copy.deepcopy(made).double()(x.double()))
+
+
+def test_what_was_seen_keeps_no_tensor() -> None:
+    made, x = norm(4, 2), torch.randn(3, 4)
+    made(x)
+    alive = [weakref.ref(each) for each in (x, made.weight)]
+    del made, x
+    assert [each() for each in alive] == [None, None]
 
 
 def test_tensors_without_numbers(kernels_asked: list[bool]) -> None:

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernel_inputs import Removed, address_of, fits, nobody_watches, output_dtype
-from .launch import Plan, Tile
+from .kernel_inputs import Launch, Parameter, Removed, fits, like, no_modes, nobody_watches, output_dtype, readable
+from .launch import Plan, Tile, current_device, current_stream
 
 MAX_WIDTH = 16384  # of a row that one program holds in registers
 MAX_ROWS = 1 << 30  # which a program counts in 32 bits
@@ -40,35 +40,40 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _plans: dict[tuple[Any, ...], Plan] = {}
 
 
-def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+def applies(x: Tensor, weight: Parameter, bias: Parameter) -> bool:
     """Whether the kernels can do it: plain tensors on one GPU, in eager, differentiated backwards or not at all."""
     return (
         nobody_watches()  # first, for a compiler that looks into this function need not look further
-        and x.__class__ is Tensor
+        and readable(x, device := x.get_device())
         and x.dtype in _FLOATS
         and (width := x.size(-1)) <= MAX_WIDTH
         and 0 < x.numel() <= MAX_ROWS * width
-        and address_of(x) != 0
-        and not x.is_neg()
-        and _ready(device := x.get_device())
+        and _ready(device)
         and (weight is None or (weight.dtype in _FLOATS and fits(weight, width, device)))
         and (bias is None or (bias.dtype in _FLOATS and fits(bias, width, device)))
     )
 
 
-def differentiated(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and (
-        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
-    )
+def kernels(x: Tensor, weight: Parameter, bias: Parameter) -> tuple[Launch, Launch] | tuple[None, None]:
+    """Without gradients and with them, for inputs like x and parameters like these, wherever they lie."""
+    if not applies(x, weight, bias):
+        return None, None
+    rows = Rows(x, weight, bias, output_dtype(x))
+
+    def differentiable(x: Tensor, weight: Parameter, bias: Parameter, removed: Removed) -> Tensor | None:
+        return _apply(x.contiguous(), weight, bias, removed, rows) if 0 < x.numel() <= rows.most else None
+
+    return rows.forward, differentiable
 
 
-def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed, dtype: torch.dtype) -> Tensor:
+def normalize(x: Tensor, weight: Parameter, bias: Parameter, removed: Removed, dtype: torch.dtype) -> Tensor:
     """y in `dtype`, contiguous. Differentiable, and twice too."""
-    x = x.contiguous()
-    if differentiated(x, weight, bias):
-        y: Tensor = _Normalize.apply(x, weight, bias, removed, dtype)  # type: ignore[no-untyped-call]
-        return y
-    return _forward(x, weight, bias, removed, dtype, None)
+    rows = Rows(x, weight, bias, dtype)
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias)):
+        return _apply(x.contiguous(), weight, bias, removed, rows)
+    y = rows.forward(x, weight, bias, removed)
+    assert y is not None, "applies was not asked"
+    return y
 
 
 # ------------------------------------------------------------------------------------------------------------- autograd
@@ -76,46 +81,31 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Re
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed, dtype: torch.dtype
-    ) -> Tensor:
-        stats = x.new_empty((2, x.numel() // x.shape[-1]), dtype=torch.float32)
-        y = _forward(x, weight, bias, removed, dtype, stats)
-        ctx.save_for_backward(x, weight, bias, stats)
-        ctx.removed = removed
+    def forward(ctx: Any, x: Tensor, weight: Parameter, bias: Parameter, removed: Removed, rows: Rows) -> Tensor:
+        stats = x.new_empty((x.numel() // rows.width, 2), dtype=torch.float32)
+        y = rows.forward(x, weight, bias, removed, stats)
+        assert y is not None, "rows were counted before"
+        ctx.save_for_backward(x, weight, stats)
+        ctx.removed, ctx.rows = removed, rows
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight, bias, stats), dy = ctx.saved_tensors, grads[0]
-        # With create_graph these gradients will be differentiated themselves.
-        if torch.is_grad_enabled() or not _as_they_were(x, weight, stats, dy):
-            return *_written_out(x, weight, bias, dy, ctx.removed), None, None
+        (x, weight, stats), removed, rows, dy = ctx.saved_tensors, ctx.removed, ctx.rows, grads[0]
         _, to_weight, to_bias, _, _ = ctx.needs_input_grad
-        needed = weight if to_weight else None, bias if to_bias else None
-        return *_backward(x, weight, stats, dy.contiguous(), ctx.removed, *needed), None, None
+        # With create_graph these gradients will be differentiated themselves.
+        if torch.is_grad_enabled() or not rows.as_they_were(x, weight, stats, dy):
+            return *_written_out(x, weight, rows.bias_dtype, dy, removed), None, None
+        gradients = rows.backward(x, weight, stats, dy.contiguous(), removed.inverse, to_weight, to_bias)
+        return *gradients, None, None
 
 
-def _as_they_were(x: Tensor, weight: Tensor | None, stats: Tensor, dy: Tensor) -> bool:
-    """Plain tensors where they were saved: `.data =`, or hooks of whoever saves memory, may have changed them since.
-
-    A batch of gradients has no address.
-    """
-    device = stats.get_device()
-    return (
-        nobody_watches()
-        and dy.__class__ is Tensor
-        and not dy.is_neg()
-        and x.is_contiguous()
-        and x.get_device() == dy.get_device() == device
-        and address_of(x) != 0
-        and address_of(dy) != 0
-        and (weight is None or fits(weight, x.shape[-1], device))
-    )
+# Past what torch does for those who watch: nobody does.
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, _Normalize).apply
 
 
 def _written_out(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, dy: Tensor, removed: Removed
+    x: Tensor, weight: Parameter, bias_dtype: torch.dtype | None, dy: Tensor, removed: Removed
 ) -> tuple[Tensor | None, ...]:
     """The same gradients in plain ops."""
     wide, dy = x.float(), dy.float()
@@ -130,121 +120,145 @@ def _written_out(
     return (
         (rstd * (g - along_mean - n * along_sigma)).to(x.dtype),
         None if weight is None else (dy * n).reshape(-1, width).sum(0).to(weight.dtype),
-        None if bias is None else dy.reshape(-1, width).sum(0).to(bias.dtype),
+        None if bias_dtype is None else dy.reshape(-1, width).sum(0).to(bias_dtype),
     )
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
 
 
-def kernel(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed
-) -> Callable[[Tensor], Tensor | None] | None:
-    """For inputs like `x`, if they are contiguous, and as long as the parameters lie where they are; no gradients.
+class Rows:
+    """Rows like those of one tensor: all that calls need not ask again, and the kernels for them."""
 
-    It answers None where only the long way leads on: a kernel that has not run yet, memory that is not aligned.
-    """
-    at_weight, at_bias = (0 if parameter is None else parameter.data_ptr() for parameter in (weight, bias))
-    if not applies(x, weight, bias) or (at_weight | at_bias) & 15:
-        return None
-    width, device, dtype = x.size(-1), x.get_device(), output_dtype(x)
-    same, most, few_size = dtype is x.dtype, MAX_ROWS * width, FEW_PROGRAMS * TILE
-    few, many = (_forward_plan(x, weight, bias, dtype, size, False) for size in (1, few_size))
-    numbers = (width // few.multiple, *removed)
+    def __init__(self, x: Tensor, weight: Parameter, bias: Parameter, dtype: torch.dtype) -> None:
+        self.width, self.device = x.size(-1), x.get_device()
+        self.x_dtype, self.y_dtype, self.same_dtype = x.dtype, dtype, dtype is x.dtype
+        self.weight_dtype, self.bias_dtype = (None if each is None else each.dtype for each in (weight, bias))
+        self.few_size, self.most = FEW_PROGRAMS * TILE, MAX_ROWS * self.width
+        self.multiple = math.gcd(self.width, 8)
+        self.groups = self.width // self.multiple
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._same: Callable[..., bool] | None = None  # for backward
 
-    def launch(x: Tensor) -> Tensor | None:
-        size, at_x = x.numel(), x.data_ptr()
-        plan = few if size < few_size else many
-        if plan.short is None or not 0 < size <= most or device != torch._C._cuda_getDevice():
+    def forward(
+        self, x: Tensor, weight: Parameter, bias: Parameter, removed: Removed, stats: Tensor | None = None
+    ) -> Tensor | None:
+        """y, contiguous; None of too many rows. With the statistics for backward in `stats` x must be contiguous.
+
+        All of it in one function: what Python does here a small network waits for.
+        """
+        size, width, pixels = x.numel(), self.width, 0
+        if not 0 < size <= self.most:
             return None
-        y = torch.empty_like(x) if same else torch.empty_like(x, dtype=dtype)
-        at_y = y.data_ptr()
-        if (at_x | at_y) & 15:
-            return None
-        rows, stream = size // width, torch._C._cuda_getCurrentRawStream(device)
-        places = (at_x, at_weight or at_x, at_bias or at_x, at_y, at_y)
-        plan.short(-(-rows // plan.tile.rows), 1, stream, (*places, rows, *numbers))
+        rows, few = size // width, size < self.few_size
+        if not x.is_contiguous():
+            pixels = _pixels(x) if few else 0
+            x = x if pixels else x.contiguous()
+        plan = self._plans.get((few, stats is None, pixels > 0)) or self._forward_plan(few, stats is None, pixels > 0)
+        if pixels or not self.same_dtype:
+            y = torch.empty_like(x, dtype=self.y_dtype, memory_format=torch.contiguous_format)
+        else:
+            y = torch.empty_like(x)
+        at_x, at_y = x.data_ptr(), y.data_ptr()
+        at_weight = at_x if weight is None else weight.data_ptr()
+        at_bias = at_x if bias is None else bias.data_ptr()
+        at_stats = at_y if stats is None else stats.data_ptr()
+        across, short = -(-rows // plan.rows), plan.short
+        if (
+            short is not None
+            and not (at_x | at_y | at_weight | at_bias | at_stats) & 15
+            and at_x and at_weight and at_bias
+            and current_device() == self.device
+        ):  # fmt: skip
+            launch, function, warps, shared, types, nothing = short
+            addresses = at_x, at_weight, at_bias, at_y, at_stats
+            arguments = (*addresses, rows, self.groups, pixels, *removed, *nothing)
+            launch(function, across, 1, 1, warps, shared, types, arguments, current_stream(self.device))
+            return y
+        tensors = x, x if weight is None else weight, x if bias is None else bias, y, y if stats is None else stats
+        plan.launch_by_triton(across, 1, self.device, tensors, (rows, self.groups, pixels, *removed))
         return y
 
-    return launch
+    def as_they_were(self, x: Tensor, weight: Parameter, stats: Tensor, dy: Tensor) -> bool:
+        """Plain tensors as they were saved: `.data =`, or hooks of whoever saves memory, may have changed them."""
+        saved = (x, stats, dy) if weight is None else (x, stats, dy, weight)
+        if not x.is_contiguous() or not stats.is_contiguous():
+            return False
+        if self._same is not None and self._same(*saved):
+            return no_modes()
+        there = nobody_watches() and all(readable(each, self.device) for each in (x, stats, dy))
+        if not there or not (weight is None or fits(weight, self.width, self.device)):
+            return False
+        self._same = like(*saved)
+        return True
+
+    def backward(
+        self, x: Tensor, weight: Parameter, stats: Tensor, dy: Tensor, inverse: float, to_weight: bool, to_bias: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """dx, and the gradients of weight and bias where they are asked for."""
+        size, width, summed = x.numel(), self.width, to_weight or to_bias
+        which = size < self.few_size, summed, dy.dtype
+        plan = self._plans.get(which) or self._backward_plan(which)
+        rows, tile = size // width, plan.tile
+        programs = min(-(-rows // tile.rows), _multiprocessors(self.device) * max(1, 16 // tile.warps))
+        dx = torch.empty_like(x)
+        parts = x.new_empty((2, programs, width), dtype=torch.float32) if summed else stats
+        tensors = x, dy, x if weight is None else weight, stats, dx, parts
+        plan.launch(programs, 1, self.device, tensors, (rows, self.groups, inverse))
+        if not summed:
+            return dx, None, None
+        dw = torch.empty_like(weight) if weight is not None and to_weight else None
+        if not to_bias:
+            db = None
+        elif dw is not None and self.bias_dtype is self.weight_dtype:
+            db = torch.empty_like(dw)
+        else:
+            db = x.new_empty(width, dtype=self.bias_dtype)
+        total = self._plans.get((to_weight, to_bias)) or self._total_plan((to_weight, to_bias))
+        sums = parts, parts if dw is None else dw, parts if db is None else db
+        total.launch(-(-width // COLUMNS), 2, self.device, sums, (programs, width))
+        return dx, dw, db
+
+    def _forward_plan(self, few: bool, plain: bool, by_channel: bool) -> Plan:
+        tile = _tile(self.width, few, 8 if by_channel else 1)
+        has = self.weight_dtype is not None, self.bias_dtype is not None
+        constants = *has, not plain, by_channel, self.multiple, *tile.shape
+        dtypes = self.x_dtype, self.weight_dtype, self.bias_dtype, self.y_dtype
+        return self._plan((few, plain, by_channel), "forward", constants, tile, dtypes)
+
+    def _backward_plan(self, which: tuple[bool, bool, torch.dtype]) -> Plan:
+        few, summed, dy_dtype = which
+        tile = _tile(self.width, few)
+        constants = self.weight_dtype is not None, summed, self.multiple, *tile.shape
+        return self._plan(which, "backward", constants, tile, (self.x_dtype, self.weight_dtype, dy_dtype))
+
+    def _total_plan(self, which: tuple[bool, bool]) -> Plan:
+        to_weight, to_bias = which
+        dtypes = self.weight_dtype if to_weight else None, self.bias_dtype if to_bias else None
+        return self._plan(which, "total", (*which, DEPTH, COLUMNS), Tile(DEPTH, COLUMNS, 4), dtypes)
+
+    def _plan(
+        self, which: tuple[Any, ...], kernel: str, constants: tuple[Any, ...], tile: Tile, dtypes: tuple[Any, ...]
+    ) -> Plan:
+        """Norms of one kind share it."""
+        key = kernel, constants, tile.warps, dtypes, self.device
+        plan = self._plans[which] = _plans.setdefault(key, Plan(kernel, constants, tile))
+        return plan
 
 
-def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed, dtype: torch.dtype, stats: Tensor | None
-) -> Tensor:
-    width, size = x.size(-1), x.numel()
-    rows = size // width
-    y = torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype)
-    w, b = x if weight is None else weight, x if bias is None else bias
-    plan = _forward_plan(x, weight, bias, dtype, size, stats is not None)
-    numbers = rows, width // plan.multiple, *removed
-    plan.launch(-(-rows // plan.tile.rows), 1, (x, w, b, y, y if stats is None else stats), numbers)
-    return y
+def _pixels(x: Tensor) -> int:
+    """Of an image that lies channel by channel; 0 where it does not."""
+    if x.dim() != 4:
+        return 0
+    _, high, wide, channels = x.shape
+    pixels = high * wide
+    return pixels if x.stride() == (channels * pixels, wide, 1, pixels) else 0
 
 
-def _forward_plan(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, size: int, kept: bool
-) -> Plan:
-    """For `size` elements like those of x; `kept`: with the statistics for backward."""
-    width, few = x.size(-1), size < FEW_PROGRAMS * TILE
-    dtypes = tuple(None if parameter is None else parameter.dtype for parameter in (weight, bias))
-    key = width, few, kept, x.dtype, dtypes, dtype, x.get_device()
-    plan = _plans.get(key)
-    if plan is None:
-        tile = _tile(width, few)
-        constants = weight is not None, bias is not None, kept, math.gcd(width, 8), *tile.shape
-        plan = _plans[key] = Plan("forward", constants, tile)
-    return plan
-
-
-def _backward(
-    x: Tensor, weight: Tensor | None, stats: Tensor, dy: Tensor, removed: Removed,
-    weight_like: Tensor | None, bias_like: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """dx, and gradients like weight and bias where they are asked for."""
-    width, device = x.shape[-1], x.get_device()
-    rows, summed = x.numel() // width, weight_like is not None or bias_like is not None
-    few = rows * width < FEW_PROGRAMS * TILE
-    key = ("backward", width, few, summed, x.dtype, dy.dtype, None if weight is None else weight.dtype, device)
-    plan = _plans.get(key)
-    if plan is None:
-        tile = _tile(width, few)
-        plan = _plans[key] = Plan("backward", (weight is not None, summed, math.gcd(width, 8), *tile.shape), tile)
-    programs = min(-(-rows // plan.tile.rows), _multiprocessors(device) * max(1, 16 // plan.tile.warps))
-    dx = torch.empty_like(x)
-    parts = x.new_empty((2, programs, width), dtype=torch.float32) if summed else stats
-    plan.launch(
-        programs, 1,
-        (x, dy, x if weight is None else weight, stats, dx, parts),
-        (rows, width // plan.multiple, removed.inverse),
-    )  # fmt: skip
-    return dx, *(_totals(parts, weight_like, bias_like) if summed else (None, None))
-
-
-def _totals(parts: Tensor, weight_like: Tensor | None, bias_like: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    _, programs, width = parts.shape
-    to_weight = None if weight_like is None else torch.empty_like(weight_like)
-    to_bias = None if bias_like is None else torch.empty_like(bias_like)
-    key = (
-        "total", None if to_weight is None else to_weight.dtype, None if to_bias is None else to_bias.dtype,
-        parts.get_device(),
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        constants = (to_weight is not None, to_bias is not None, DEPTH, COLUMNS)
-        plan = _plans[key] = Plan("total", constants, Tile(DEPTH, COLUMNS, 4))
-    plan.launch(
-        -(-width // COLUMNS), 2,
-        (parts, parts if to_weight is None else to_weight, parts if to_bias is None else to_bias),
-        (programs, width),
-    )  # fmt: skip
-    return to_weight, to_bias
-
-
-def _tile(width: int, few: bool) -> Tile:
-    """Few programs would leave multiprocessors idle: then each holds fewer rows."""
+def _tile(width: int, few: bool, at_least: int = 1) -> Tile:
+    """Few programs would leave multiprocessors idle: then each holds fewer rows, but `at_least` so many."""
     block = max(16, 1 << (width - 1).bit_length())
-    rows = max(1, (TILE // 8 if few else TILE) // block)
+    rows = max(at_least, (TILE // 8 if few else TILE) // block)
     return Tile(rows, block, min(16, max(1, rows * block // WARP_ELEMENTS)))
 
 
@@ -264,7 +278,7 @@ def _ready(device: int) -> bool:
         return False
     x = torch.ones(1, 16, dtype=torch.float32, device=torch.device("cuda", device))
     try:
-        _forward(x, None, None, Removed.of(16, 0, 0.0, 0.0, 1.0), x.dtype, None)
+        Rows(x, None, None, x.dtype).forward(x, None, None, Removed.of(16, 0, 0.0, 0.0, 1.0))
     except Exception as error:  # no C compiler, a driver that is too old: whatever it is, there is another way
         message = f"CompensatedLayerNorm runs without its fused kernels: {type(error).__name__}: {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)

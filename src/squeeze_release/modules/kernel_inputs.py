@@ -5,15 +5,19 @@ A kernel sees memory and nothing else: not who traces or differentiates, not who
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C import _dispatch_tls_local_include_set as _listeners
+from torch._C import _len_torch_dispatch_stack as _modes
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+Parameter = Tensor | None
+GONE = "a tensor of CompensatedLayerNorm has numbers, but its memory is gone: storage().resize_(0) would do that"
 _PLAIN = (Tensor, nn.Parameter)
 _USUAL = DispatchKeySet(DispatchKey.BackendSelect).add(DispatchKey.ADInplaceOrView).raw_repr()
 
@@ -33,6 +37,9 @@ class Removed(NamedTuple):
         return cls(mean, count / width, kept * count / width**2, m2 / width + eps, 1 / width)
 
 
+Launch = Callable[[Tensor, Parameter, Parameter, Removed], Tensor | None]
+
+
 def nobody_watches() -> bool:
     """No compiler, tracer, transform or mode that would have to see every op."""
     return not is_compiling() and nobody_watches_eager()
@@ -43,9 +50,24 @@ def nobody_watches_eager() -> bool:
     return not _listeners().raw_repr() & ~_USUAL and forward_ad._current_level < 0
 
 
+def no_modes() -> bool:
+    """What `like` overlooks: tensors that are traced by a compiler's own modes, and forward gradients."""
+    return not _modes() and forward_ad._current_level < 0
+
+
 def address_of(tensor: Tensor) -> int:
     """Where its numbers lie: 0 where there are none, or where it is no more than a promise of some."""
     return tensor.data_ptr() if torch._C._has_storage(tensor) else 0
+
+
+def readable(tensor: Tensor, device: int) -> bool:
+    """A plain tensor that is there. Of a batch of gradients, say, there is no address."""
+    return (
+        tensor.__class__ is Tensor
+        and tensor.get_device() == device
+        and not tensor.is_neg()  # a view whose numbers are negated by whoever reads them
+        and address_of(tensor) != 0
+    )
 
 
 def fits(parameter: Tensor, width: int, device: int) -> bool:
@@ -55,10 +77,29 @@ def fits(parameter: Tensor, width: int, device: int) -> bool:
         and parameter.shape == (width,)
         and parameter.get_device() == device
         and parameter.is_contiguous()
-        and not parameter.is_neg()  # a view whose numbers are negated by whoever reads them
+        and not parameter.is_neg()
         and (device >= 0 or parameter.is_cpu)
         and address_of(parameter) != 0
     )
+
+
+def like(*tensors: Tensor) -> Callable[..., bool] | None:
+    """Whether tensors are as these, in all that a kernel believes of them but rows and addresses, in one call.
+
+    torch's compiler asks this before every call of what it has compiled; of autocast, transforms and modes too, by what
+    they do to the dispatcher. Of several dimensions strides are left open, and so are all sizes but the last.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        # As it takes them, not as it is annotated.
+        sizes: Any = [[None] * (tensor.dim() - 1) + [tensor.size(-1)] for tensor in tensors]
+        strides: Any = [[None] * tensor.dim() if tensor.dim() > 1 else [tensor.stride(0)] for tensor in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        check: Callable[..., bool] = guards.check
+        return check if check(*tensors) else None
+    except Exception:  # it is not public: whatever another torch says to this, there is another way
+        return None
 
 
 def output_dtype(x: Tensor) -> torch.dtype:

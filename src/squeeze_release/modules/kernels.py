@@ -11,19 +11,26 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["rows", "groups"])
+@triton.jit(do_not_specialize=["rows", "groups", "pixels"])
 def forward(
-    x_at, weight_at, bias_at, y_at, stats_at, rows, groups, removed_mean, removed_share, cross, base, inverse,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, STATS: tl.constexpr,
+    x_at, weight_at, bias_at, y_at, stats_at, rows, groups, pixels, removed_mean, removed_share, cross, base, inverse,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, STATS: tl.constexpr, FIRST: tl.constexpr,
     MULTIPLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y, and mean and 1 / sigma of each row where a backward may follow."""
+    """y, and mean and 1 / sigma of each row where a backward may follow.
+
+    FIRST: x lies channel by channel, as images do, of `pixels` each; y never does.
+    """
     width = groups * MULTIPLE
     columns = tl.arange(0, BLOCK)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (columns < width)[None, :]
     places = row.to(tl.int64)[:, None] * width + columns[None, :]
-    x = tl.load(x_at + places, mask=inside, other=0.0).to(tl.float32)
+    x_places = places
+    if FIRST:
+        image, pixel = (row // pixels).to(tl.int64), row % pixels
+        x_places = (image * width * pixels + pixel)[:, None] + columns.to(tl.int64)[None, :] * pixels
+    x = tl.load(x_at + x_places, mask=inside, other=0.0).to(tl.float32)
 
     kept_mean = tl.sum(x, 1) / width
     shift = removed_mean - kept_mean
@@ -37,8 +44,8 @@ def forward(
         y = y + tl.load(bias_at + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
     tl.store(y_at + places, y.to(y_at.dtype.element_ty), mask=inside)
     if STATS:
-        tl.store(stats_at + row, kept_mean + removed_share * shift, mask=row < rows)
-        tl.store(stats_at + rows + row, rstd, mask=row < rows)
+        tl.store(stats_at + 2 * row, kept_mean + removed_share * shift, mask=row < rows)
+        tl.store(stats_at + 2 * row + 1, rstd, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
@@ -61,8 +68,8 @@ def backward(
         places = row.to(tl.int64)[:, None] * width + columns[None, :]
         x = tl.load(x_at + places, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_at + places, mask=inside, other=0.0).to(tl.float32)
-        mean = tl.load(stats_at + row, mask=row < rows, other=0.0)
-        rstd = tl.load(stats_at + rows + row, mask=row < rows, other=0.0)
+        mean = tl.load(stats_at + 2 * row, mask=row < rows, other=0.0)
+        rstd = tl.load(stats_at + 2 * row + 1, mask=row < rows, other=0.0)
 
         normal = tl.where(inside, (x - mean[:, None]) * rstd[:, None], 0.0)
         if PARTS:

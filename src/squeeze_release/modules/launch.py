@@ -14,8 +14,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .kernel_inputs import GONE
+
 Numbers = tuple[float, ...]
-Short = Callable[[int, int, int, tuple[Any, ...]], None]  # across, down, stream, addresses and numbers
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # a build for CPUs has none
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+
+
+class Short(NamedTuple):
+    """What torch's launcher takes: `launch(function, across, down, 1, warps, shared, types, arguments, stream)`.
+
+    Arguments are addresses, then numbers, then `nothing`.
+    """
+
+    launch: Callable[..., None]
+    function: Any
+    warps: int
+    shared: int
+    types: str
+    nothing: tuple[None, ...]
 
 
 class Tile(NamedTuple):
@@ -37,33 +54,42 @@ class Plan:
     """
 
     def __init__(self, kernel: str, constants: tuple[Any, ...], tile: Tile) -> None:
-        self.kernel, self.constants, self.tile = kernel, constants, tile
-        self.multiple: int = constants[-3]
+        self.kernel, self.constants, self.tile, self.rows = kernel, constants, tile, tile.rows
         self.short: Short | None = None
         self.found: Any = None  # which Triton unloads with the last that holds it
 
-    def launch(self, across: int, down: int, tensors: tuple[Tensor, ...], numbers: Numbers) -> None:
-        device = tensors[0].get_device()
-        if device >= 0 and device != torch._C._cuda_getDevice():
+    def launch(self, across: int, down: int, device: int, tensors: tuple[Tensor, ...], numbers: Numbers) -> None:
+        addresses, merged = [], 0
+        for tensor in tensors:
+            address = tensor.data_ptr()
+            addresses.append(address)
+            merged |= address
+        short = self.short
+        if short is None or merged & 15 or 0 in addresses or device != current_device():
+            self.launch_by_triton(across, down, device, tensors, numbers)
+        else:
+            launch, function, warps, shared, types, nothing = short
+            arguments = (*addresses, *numbers, *nothing)
+            launch(function, across, down, 1, warps, shared, types, arguments, current_stream(device))
+
+    def launch_by_triton(
+        self, across: int, down: int, device: int, tensors: tuple[Tensor, ...], numbers: Numbers
+    ) -> None:
+        if device >= 0 and device != current_device():
             with torch.cuda.device(device):
-                return self.launch(across, down, tensors, numbers)
+                return self.launch_by_triton(across, down, device, tensors, numbers)
         addresses = [tensor.data_ptr() for tensor in tensors]
-        aligned = True
-        for address in addresses:
-            if address & 15:
-                aligned = False
-        if aligned and self.short is not None:
-            self.short(across, down, torch._C._cuda_getCurrentRawStream(device), (*addresses, *numbers))
-            return None
+        if 0 in addresses:
+            raise RuntimeError(GONE)
         kernel = getattr(_kernels(), self.kernel)
         # Products and sums are rounded one by one, so that a network says the same with gradients and without.
         found = kernel[(across, down)](
             *tensors, *numbers, *self.constants, num_warps=self.tile.warps, enable_fp_fusion=False
         )
+        aligned = all(address % 16 == 0 for address in addresses)
         if aligned and found is not None and self.found is None:
             self.found = found
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            self.short = _shortest(found, self.constants, (across, down, stream), addresses, numbers)
+            self.short = _shortest(found, self.constants, (across, down, current_stream(device)), addresses, numbers)
         return None
 
 
@@ -71,10 +97,12 @@ def _shortest(
     found: Any, constants: tuple[Any, ...], where: tuple[int, int, int], addresses: list[int], numbers: Numbers
 ) -> Short | None:
     """The first way that leads to the kernel, seen by going it; should this Triton know none, the long one remains."""
+    across, down, stream = where
     for make in (_by_torch, _by_triton):
         try:
             short = make(found, constants, len(addresses), numbers)
-            short(*where, (*addresses, *numbers))
+            launch, function, warps, shared, types, nothing = short
+            launch(function, across, down, 1, warps, shared, types, (*addresses, *numbers, *nothing), stream)
             return short
         except (AttributeError, ImportError, KeyError, TypeError, ValueError, RuntimeError):
             continue
@@ -92,21 +120,19 @@ def _by_torch(found: Any, constants: tuple[Any, ...], addresses: int, numbers: N
     if hidden < 0 or bits != told + [64] * hidden or scratch or special:
         raise ValueError("the kernel has other parameters than it was called with")
     types = "O" * addresses + "".join("i" if isinstance(number, int) else "f" for number in numbers) + "O" * hidden
-    function, warps, shared, nowhere = found.function, metadata.num_warps, metadata.shared, (None,) * hidden
-
-    def short(across: int, down: int, stream: int, arguments: tuple[Any, ...]) -> None:
-        launch(function, across, down, 1, warps, shared, types, arguments + nowhere, stream)
-
-    return short
+    return Short(launch, found.function, metadata.num_warps, metadata.shared, types, (None,) * hidden)
 
 
 def _by_triton(found: Any, constants: tuple[Any, ...], addresses: int, numbers: Numbers) -> Short:
-    run, function, metadata = found.run, found.function, found.packed_metadata
+    run, metadata = found.run, found.packed_metadata
 
-    def short(across: int, down: int, stream: int, arguments: tuple[Any, ...]) -> None:
-        run(across, down, 1, stream, function, metadata, None, None, None, *arguments, *constants)
+    def launch(
+        function: Any, across: int, down: int, deep: int, warps: int, shared: int, types: str,
+        arguments: tuple[Any, ...], stream: int,
+    ) -> None:  # fmt: skip
+        run(across, down, deep, stream, function, metadata, None, None, None, *arguments, *constants)
 
-    return short
+    return Short(launch, found.function, 0, 0, "", ())
 
 
 def parameter_bits(ptx: str) -> list[int]:

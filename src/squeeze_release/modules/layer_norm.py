@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_dynamo_compiling
 
-from . import fused, inference
-from .kernel_inputs import Removed, nobody_watches, output_dtype
+from . import fused, shortest
+from .kernel_inputs import Parameter, Removed, nobody_watches, output_dtype
 from .state import KeepsFloat64, behind
 
 
@@ -25,7 +25,7 @@ class CompensatedLayerNorm(KeepsFloat64):
     in half precision M2 would overflow. Change them by `merge`, `load_state_dict` or assignment, not in place.
 
     In eager it is one kernel: on an NVIDIA GPU with Triton forward and backward (`fused.py`), on a CPU where nothing is
-    differentiated (`native.py`); there the shortest way to it is `inference.py`. Elsewhere it is torch's own ops.
+    differentiated (`native.py`); the way there is `shortest.py`. Elsewhere it is torch's own ops.
     """
 
     weight: nn.Parameter | None
@@ -35,7 +35,6 @@ class CompensatedLayerNorm(KeepsFloat64):
     m2: Tensor
     _told: Tensor
     _numbers: Removed
-    _looked: inference.Looked
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         super().__init__()
         if channel_dim not in (-1, 1):
             raise ValueError(f"channel_dim is -1 (last) or 1 (channels first), not {channel_dim}")
-        self.eps, self.channel_dim, self._looked = eps, channel_dim, inference.Looked()
+        self.eps, self.channel_dim = eps, channel_dim
         self._kept, self._removed = normalized_shape, 0
         self._numbers = Removed.of(normalized_shape, 0, 0.0, 0.0, eps)
         one, zero = (fill(normalized_shape, device=device, dtype=dtype) for fill in (torch.ones, torch.zeros))
@@ -102,12 +101,10 @@ class CompensatedLayerNorm(KeepsFloat64):
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.channel_dim == -1 else x.movedim(1, -1)
         out = None
-        if is_compiling():
-            if x.dtype != torch.float64 and not is_exporting():
-                out = _for_a_compiler(x, self.weight, self.bias, self._told, self._kept)
-        else:
-            looked = self._looked  # before the numbers: what belongs to older ones is not kept with newer
-            out = inference.normalize(x, self._parameters, looked, self._numbers, self._kept)
+        if not is_dynamo_compiling():
+            out = shortest.normalize(x, self._parameters, self._numbers, self._kept)
+        elif x.dtype != torch.float64:
+            out = _for_a_compiler(x, self.weight, self.bias, self._numbers, self._kept)
         out = self._elsewhere(x) if out is None else out
         out = out if self.channel_dim == -1 else out.movedim(-1, 1)
         return behind(self, out) if self._modules else out
@@ -156,7 +153,6 @@ class CompensatedLayerNorm(KeepsFloat64):
             self._numbers = Removed.of(self._kept, *statistics, self.eps)
             # A copy of what forward reads, for mixing float64 scalars in costs a microsecond an op.
             self._buffers["_told"] = self._tell().float()
-        self._looked = inference.Looked()  # another one: a copy, or a thread in the middle of a call, may have the old
 
     def _tell(self) -> Tensor:
         """What the removed channels add: m_R, M2 / C + eps, m / C, m K / C^2, K m_R / C."""
@@ -182,17 +178,23 @@ class CompensatedLayerNorm(KeepsFloat64):
         return f"{self._kept}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"
 
 
-def _for_a_compiler(x: Tensor, weight: Tensor | None, bias: Tensor | None, told: Tensor, kept: int) -> Tensor:
-    """Written out, of which inductor makes one kernel. In eager var_mean alone is ten times F.layer_norm.
+def _for_a_compiler(x: Tensor, weight: Parameter, bias: Parameter, removed: Removed, kept: int) -> Tensor:
+    """Written out, of which inductor makes one kernel together with what comes before and behind.
 
-    Compiled code looks before every call at all that it has read of a module, at methods and most of all at tensors.
-    With numbers in place of `told` it need not look at it, but then every norm would be a kernel of its own.
+    It stops where an expression has too many operations or reads too many tensors. So what the removed channels add to
+    the variance goes into its sum, with every kept channel a part of it; and their numbers are constants. With a tensor
+    in their place norms would share kernels, but compiled code looks before every call at each tensor that it reads.
     """
     _check(x, kept)
-    y = centred_and_scaled(x.float().contiguous(), -1, told)
+    x, dtype = x.contiguous(), output_dtype(x)  # as F.layer_norm's output is
+    wide = x.float()
+    mu = wide.sum(-1, True) * removed.inverse + removed.share * removed.mean
+    y = wide - mu
+    added = (mu - removed.mean).square() * (removed.share / kept) + removed.base / kept
+    y = y * (y.square() * removed.inverse + added).sum(-1, True).rsqrt()
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
-    return y.to(output_dtype(x))
+    return y.to(dtype)
 
 
 def centred_and_scaled(x: Tensor, dims: int | tuple[int, ...], told: Tensor) -> Tensor:

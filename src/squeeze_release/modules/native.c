@@ -20,14 +20,14 @@
 #define FOR_EACH_CPU
 #endif
 
-const int native_version = 2;  /* of what is below; native.py asks for it */
+const int native_version = 3;  /* of what is below; native.py asks for it */
 
 typedef uint16_t half;  /* bfloat16, the upper half of a float */
 
-typedef struct {        /* weight and bias may be missing; the numbers are kernel_inputs.Removed */
-    const void *weight, *bias;
+typedef struct {        /* the numbers are kernel_inputs.Removed */
     int64_t width;
     float mean, share, cross, base, inverse;
+    const void *weight, *bias;      /* either may be missing; given at each call */
 } norm;
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -132,29 +132,30 @@ static int shared_out(int (*work)(const norm *, const void *, void *, int64_t), 
     return failed;
 }
 
-int norm_float(const norm *of, const float *x, float *y, int64_t rows) {
-    return shared_out(float_rows, of, (const char *)x, (char *)y, rows, sizeof(float));
+static norm with(const norm *of, const void *weight, const void *bias) {
+    norm all = *of;
+    all.weight = weight, all.bias = bias;
+    return all;
+}
+
+int norm_float(const norm *of, const float *x, const float *weight, const float *bias, float *y, int64_t rows) {
+    norm all = with(of, weight, bias);
+    return shared_out(float_rows, &all, (const char *)x, (char *)y, rows, sizeof(float));
 }
 
 /* x and y in bfloat16. */
-int norm_mixed(const norm *of, const half *x, half *y, int64_t rows) {
-    return shared_out(half_rows, of, (const char *)x, (char *)y, rows, sizeof(half));
+int norm_mixed(const norm *of, const half *x, const float *weight, const float *bias, half *y, int64_t rows) {
+    norm all = with(of, weight, bias);
+    return shared_out(half_rows, &all, (const char *)x, (char *)y, rows, sizeof(half));
 }
 
 /* weight and bias in bfloat16 too. */
-int norm_half(const norm *of, const half *x, half *y, int64_t rows) {
-    norm wide = *of;
-    float *scales = malloc(sizeof(float) * (size_t)(2 * of->width));
-    if (scales == NULL) return 1;
-    if (of->weight) {
-        widen(of->weight, scales, of->width);
-        wide.weight = scales;
-    }
-    if (of->bias) {
-        widen(of->bias, scales + of->width, of->width);
-        wide.bias = scales + of->width;
-    }
-    int failed = norm_mixed(&wide, x, y, rows);
-    free(scales);
+int norm_half(const norm *of, const half *x, const half *weight, const half *bias, half *y, int64_t rows) {
+    float *wide = malloc(sizeof(float) * (size_t)(2 * of->width));
+    if (wide == NULL) return 1;
+    if (weight) widen(weight, wide, of->width);
+    if (bias) widen(bias, wide + of->width, of->width);
+    int failed = norm_mixed(of, x, weight ? wide : NULL, bias ? wide + of->width : NULL, y, rows);
+    free(wide);
     return failed;
 }

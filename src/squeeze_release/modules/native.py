@@ -9,49 +9,56 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, empty_like
 
-from .kernel_inputs import Removed, fits
+from .kernel_inputs import GONE, Launch, Parameter, Removed, fits
 
-_VERSION = 2  # of native.c: what an editable installation has built may be older than the source
+_VERSION = 3  # of native.c: what an editable installation has built may be older than the source
 
 
 class _Norm(ctypes.Structure):
     """`norm` of native.c."""
 
     _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
         ("width", ctypes.c_int64),
         *((name, ctypes.c_float) for name in Removed._fields),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
     )
 
 
-def kernel(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, removed: Removed
-) -> Callable[[Tensor], Tensor] | None:
-    """For inputs like `x`, if they are contiguous, and as long as the parameters lie where they are."""
+def kernel(x: Tensor, weight: Parameter, bias: Parameter) -> Launch | None:
+    """For inputs like `x` and parameters like these, wherever they lie."""
     run = _function(x, weight, bias)
     if run is None:
         return None
     width = x.size(-1)
-    places = (None if parameter is None else parameter.data_ptr() for parameter in (weight, bias))
-    norm = ctypes.byref(_Norm(*places, width, *removed))
 
-    def launch(x: Tensor) -> Tensor:
+    @functools.lru_cache(1024)
+    def told(removed: Removed) -> Any:
+        return ctypes.byref(_Norm(width, *removed))
+
+    def launch(x: Tensor, weight: Parameter, bias: Parameter, removed: Removed) -> Tensor | None:
+        x = x.contiguous()
+        at_x = x.data_ptr()
+        at_weight = None if weight is None else weight.data_ptr()
+        at_bias = None if bias is None else bias.data_ptr()
+        if not (at_x and at_weight != 0 and at_bias != 0):
+            if x.numel():
+                raise RuntimeError(GONE)
+            return None
         y = empty_like(x)
-        if run(norm, x.data_ptr(), y.data_ptr(), x.numel() // width):
+        if run(told(removed), at_x, at_weight, at_bias, y.data_ptr(), x.numel() // width):
             raise MemoryError("no memory for a row of CompensatedLayerNorm")
         return y
 
     return launch
 
 
-def _function(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+def _function(x: Tensor, weight: Parameter, bias: Parameter) -> Any:
     float32, bfloat16 = torch.float32, torch.bfloat16
     names = {(float32, float32): "norm_float", (bfloat16, bfloat16): "norm_half", (bfloat16, float32): "norm_mixed"}
     scale, width = x.dtype if weight is None else weight.dtype, x.size(-1)
@@ -62,7 +69,7 @@ def _function(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     if library is None or name is None or width == 0 or (weight is None and bias is not None):
         return None
     function = getattr(library, name)
-    function.argtypes = [ctypes.POINTER(_Norm), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    function.argtypes = [ctypes.POINTER(_Norm), *[ctypes.c_void_p] * 4, ctypes.c_int64]
     return function
 
 

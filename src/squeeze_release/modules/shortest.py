@@ -1,0 +1,83 @@
+"""The shortest way to a kernel of CompensatedLayerNorm: whether tensors are like some seen before is one question.
+
+Between two large layers all that Python touches comes from main memory, and to ask a tensor for an attribute costs as
+much as the arithmetic of some rows. torch's compiler has the same question before every call of what it has compiled,
+and a quick answer: `TensorGuards`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, is_grad_enabled, nn
+
+from . import fused, native
+from .kernel_inputs import Launch, Parameter, Removed, like, no_modes, nobody_watches_eager, readable
+
+_PARAMETERS = (nn.Parameter, type(None))
+_MISSING: Any = object()
+_MOST = 8  # kinds of inputs of one width: dtypes, ranks, with gradients and without
+
+
+class Seen(NamedTuple):
+    """Tensors like these, of the same classes, dtypes and widths, on the same device; and the kernels for them.
+
+    How many rows there are, what they hold and where they lie is another matter.
+    """
+
+    same: Callable[[Tensor, Parameter, Parameter], bool]
+    tracked: bool  # one of them requires a gradient
+    plain: Launch | None
+    differentiable: Launch | None
+
+
+_seen: dict[int, tuple[Seen, ...]] = {}  # by width; norms of one kind share kernels, and how to tell that they fit
+
+
+def normalize(x: Tensor, parameters: Mapping[str, Parameter], removed: Removed, kept: int) -> Tensor | None:
+    """y; or None where there is no kernel: they are for plain tensors, in eager."""
+    # None is no parameter, and missing is one that is made elsewhere: of a parametrized norm.
+    weight, bias = parameters.get("weight", _MISSING), parameters.get("bias", _MISSING)
+    for seen in _seen.get(kept, ()):
+        if seen.same(x, weight, bias):
+            break
+    else:
+        found = _look(x, weight, bias, kept)
+        if found is None:
+            return None
+        # As a whole: another thread may look at the same time.
+        seen, _seen[kept] = found, (found, *_seen.get(kept, ())[: _MOST - 1])
+    if not no_modes():
+        return None
+    launch = seen.differentiable if seen.tracked and is_grad_enabled() else seen.plain
+    return None if launch is None else launch(x, weight, bias, removed)
+
+
+def _look(x: Tensor, weight: Parameter, bias: Parameter, kept: int) -> Seen | None:
+    if not nobody_watches_eager():
+        return None
+    if not readable(x, x.get_device()) or x.shape[-1:] != (kept,):
+        return None
+    if weight.__class__ not in _PARAMETERS or bias.__class__ not in _PARAMETERS:
+        return None
+    same = _like(x, weight, bias)
+    if same is None:
+        return None
+    if x.is_cpu:
+        plain, differentiable = native.kernel(x, weight, bias), None
+    else:
+        plain, differentiable = fused.kernels(x, weight, bias)
+    tracked = any(each is not None and each.requires_grad for each in (x, weight, bias))
+    return Seen(same, tracked, plain, differentiable)
+
+
+def _like(x: Tensor, weight: Parameter, bias: Parameter) -> Callable[[Tensor, Parameter, Parameter], bool] | None:
+    same = like(*(each for each in (x, weight, bias) if each is not None))
+    if same is None or (weight is not None and bias is not None):
+        return same  # None is not like a tensor
+    if weight is not None:
+        return lambda x, weight, bias: bias is None and same(x, weight)
+    if bias is not None:
+        return lambda x, weight, bias: weight is None and same(x, bias)
+    return lambda x, weight, bias: weight is None and bias is None and same(x)
