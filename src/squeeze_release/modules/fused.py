@@ -24,9 +24,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_like
+from torch._C import _len_torch_dispatch_stack as _modes
+from torch.autograd import forward_ad
 
-from .kernel_inputs import Launch, Parameter, Removed, fits, like, no_modes, nobody_watches, output_dtype, readable
+from .kernel_inputs import Launch, Parameter, Removed, fits, like, nobody_watches, output_dtype, readable
 from .launch import Plan, Tile, current_device, current_stream
 
 MAX_WIDTH = 16384  # of a row that one program holds in registers
@@ -132,13 +134,14 @@ class Rows:
 
     def __init__(self, x: Tensor, weight: Parameter, bias: Parameter, dtype: torch.dtype) -> None:
         self.width, self.device = x.size(-1), x.get_device()
-        self.x_dtype, self.y_dtype, self.same_dtype = x.dtype, dtype, dtype is x.dtype
+        self.x_dtype, self.y_dtype, self.other_dtype = x.dtype, dtype, dtype is not x.dtype
         self.weight_dtype, self.bias_dtype = (None if each is None else each.dtype for each in (weight, bias))
         self.few_size, self.most = FEW_PROGRAMS * TILE, MAX_ROWS * self.width
         self.multiple = math.gcd(self.width, 8)
         self.groups = self.width // self.multiple
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._same: Callable[..., bool] | None = None  # for backward
+        self.few, self.many = (self._forward_plan(few, False, False) for few in (True, False))
 
     def forward(
         self, x: Tensor, weight: Parameter, bias: Parameter, removed: Removed, stats: Tensor | None = None
@@ -154,11 +157,14 @@ class Rows:
         if not x.is_contiguous():
             pixels = _pixels(x) if few else 0
             x = x if pixels else x.contiguous()
-        plan = self._plans.get((few, stats is None, pixels > 0)) or self._forward_plan(few, stats is None, pixels > 0)
-        if pixels or not self.same_dtype:
-            y = torch.empty_like(x, dtype=self.y_dtype, memory_format=torch.contiguous_format)
+        if stats is None and not pixels:
+            plan = self.few if few else self.many
         else:
-            y = torch.empty_like(x)
+            plan = self._forward_plan(few, stats is not None, pixels > 0)
+        if pixels or self.other_dtype:
+            y = empty_like(x, dtype=self.y_dtype, memory_format=torch.contiguous_format)
+        else:
+            y = empty_like(x)
         at_x, at_y = x.data_ptr(), y.data_ptr()
         at_weight = at_x if weight is None else weight.data_ptr()
         at_bias = at_x if bias is None else bias.data_ptr()
@@ -168,12 +174,11 @@ class Rows:
             short is not None
             and not (at_x | at_y | at_weight | at_bias | at_stats) & 15
             and at_x and at_weight and at_bias
-            and current_device() == self.device
+            and current_device() == (device := self.device)
         ):  # fmt: skip
             launch, function, warps, shared, types, nothing = short
-            addresses = at_x, at_weight, at_bias, at_y, at_stats
-            arguments = (*addresses, rows, self.groups, pixels, *removed, *nothing)
-            launch(function, across, 1, 1, warps, shared, types, arguments, current_stream(self.device))
+            arguments = (at_x, at_weight, at_bias, at_y, at_stats, rows, self.groups, pixels, *removed, *nothing)
+            launch(function, across, 1, 1, warps, shared, types, arguments, current_stream(device))
             return y
         tensors = x, x if weight is None else weight, x if bias is None else bias, y, y if stats is None else stats
         plan.launch_by_triton(across, 1, self.device, tensors, (rows, self.groups, pixels, *removed))
@@ -185,7 +190,7 @@ class Rows:
         if not x.is_contiguous() or not stats.is_contiguous():
             return False
         if self._same is not None and self._same(*saved):
-            return no_modes()
+            return not _modes() and forward_ad._current_level < 0
         there = nobody_watches() and all(readable(each, self.device) for each in (x, stats, dy))
         if not there or not (weight is None or fits(weight, self.width, self.device)):
             return False
@@ -201,17 +206,17 @@ class Rows:
         plan = self._plans.get(which) or self._backward_plan(which)
         rows, tile = size // width, plan.tile
         programs = min(-(-rows // tile.rows), _multiprocessors(self.device) * max(1, 16 // tile.warps))
-        dx = torch.empty_like(x)
+        dx = empty_like(x)
         parts = x.new_empty((2, programs, width), dtype=torch.float32) if summed else stats
         tensors = x, dy, x if weight is None else weight, stats, dx, parts
         plan.launch(programs, 1, self.device, tensors, (rows, self.groups, inverse))
         if not summed:
             return dx, None, None
-        dw = torch.empty_like(weight) if weight is not None and to_weight else None
+        dw = empty_like(weight) if weight is not None and to_weight else None
         if not to_bias:
             db = None
         elif dw is not None and self.bias_dtype is self.weight_dtype:
-            db = torch.empty_like(dw)
+            db = empty_like(dw)
         else:
             db = x.new_empty(width, dtype=self.bias_dtype)
         total = self._plans.get((to_weight, to_bias)) or self._total_plan((to_weight, to_bias))
@@ -219,12 +224,15 @@ class Rows:
         total.launch(-(-width // COLUMNS), 2, self.device, sums, (programs, width))
         return dx, dw, db
 
-    def _forward_plan(self, few: bool, plain: bool, by_channel: bool) -> Plan:
+    def _forward_plan(self, few: bool, kept: bool, by_channel: bool) -> Plan:
+        which = few, kept, by_channel
+        if which in self._plans:
+            return self._plans[which]
         tile = _tile(self.width, few, 8 if by_channel else 1)
         has = self.weight_dtype is not None, self.bias_dtype is not None
-        constants = *has, not plain, by_channel, self.multiple, *tile.shape
+        constants = *has, kept, by_channel, self.multiple, *tile.shape
         dtypes = self.x_dtype, self.weight_dtype, self.bias_dtype, self.y_dtype
-        return self._plan((few, plain, by_channel), "forward", constants, tile, dtypes)
+        return self._plan(which, "forward", constants, tile, dtypes)
 
     def _backward_plan(self, which: tuple[bool, bool, torch.dtype]) -> Plan:
         few, summed, dy_dtype = which

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C import _dispatch_tls_local_include_set as _listeners
-from torch._C import _len_torch_dispatch_stack as _modes
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -50,11 +49,6 @@ def nobody_watches_eager() -> bool:
     return not _listeners().raw_repr() & ~_USUAL and forward_ad._current_level < 0
 
 
-def no_modes() -> bool:
-    """What `like` overlooks: tensors that are traced by a compiler's own modes, and forward gradients."""
-    return not _modes() and forward_ad._current_level < 0
-
-
 def address_of(tensor: Tensor) -> int:
     """Where its numbers lie: 0 where there are none, or where it is no more than a promise of some."""
     return tensor.data_ptr() if torch._C._has_storage(tensor) else 0
@@ -87,7 +81,8 @@ def like(*tensors: Tensor) -> Callable[..., bool] | None:
     """Whether tensors are as these, in all that a kernel believes of them but rows and addresses, in one call.
 
     torch's compiler asks this before every call of what it has compiled; of autocast, transforms and modes too, by what
-    they do to the dispatcher. Of several dimensions strides are left open, and so are all sizes but the last.
+    they do to the dispatcher. It overlooks a compiler's own modes, and forward gradients. Of several dimensions strides
+    are left open, and so are all sizes but the last.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards

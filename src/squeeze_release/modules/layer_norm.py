@@ -99,14 +99,16 @@ class CompensatedLayerNorm(KeepsFloat64):
         return self.m2 + self.count * self.mean.square()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.channel_dim == -1 else x.movedim(1, -1)
+        first = self.channel_dim == 1
+        x = x.movedim(1, -1) if first else x
         out = None
         if not is_dynamo_compiling():
             out = shortest.normalize(x, self._parameters, self._numbers, self._kept)
         elif x.dtype != torch.float64:
             out = _for_a_compiler(x, self.weight, self.bias, self._numbers, self._kept)
-        out = self._elsewhere(x) if out is None else out
-        out = out if self.channel_dim == -1 else out.movedim(-1, 1)
+        if out is None:
+            out = self._elsewhere(x)
+        out = out.movedim(-1, 1) if first else out
         return behind(self, out) if self._modules else out
 
     def _elsewhere(self, x: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, is_grad_enabled, nn
+from torch._C import _len_torch_dispatch_stack as _modes
+from torch.autograd import forward_ad
 
 from . import fused, native
-from .kernel_inputs import Launch, Parameter, Removed, like, no_modes, nobody_watches_eager, readable
+from .kernel_inputs import Launch, Parameter, Removed, like, nobody_watches_eager, readable
 
 _PARAMETERS = (nn.Parameter, type(None))
 _MISSING: Any = object()
@@ -40,7 +42,7 @@ def normalize(x: Tensor, parameters: Mapping[str, Parameter], removed: Removed, 
     # None is no parameter, and missing is one that is made elsewhere: of a parametrized norm.
     weight, bias = parameters.get("weight", _MISSING), parameters.get("bias", _MISSING)
     for seen in _seen.get(kept, ()):
-        if seen.same(x, weight, bias):
+        if seen[0](x, weight, bias):  # same
             break
     else:
         found = _look(x, weight, bias, kept)
@@ -48,9 +50,10 @@ def normalize(x: Tensor, parameters: Mapping[str, Parameter], removed: Removed, 
             return None
         # As a whole: another thread may look at the same time.
         seen, _seen[kept] = found, (found, *_seen.get(kept, ())[: _MOST - 1])
-    if not no_modes():
-        return None
-    launch = seen.differentiable if seen.tracked and is_grad_enabled() else seen.plain
+    if _modes() or forward_ad._current_level >= 0:
+        return None  # who traces, or differentiates forwards: `same` overlooks both
+    _, tracked, plain, differentiable = seen
+    launch = differentiable if tracked and is_grad_enabled() else plain
     return None if launch is None else launch(x, weight, bias, removed)
 
 
