@@ -130,6 +130,26 @@ def test_images_that_lie_channel_by_channel(shape: tuple[int, ...], dtype: torch
 
 
 @needs_kernels
+@pytest.mark.parametrize("few", [0, 10**9])
+@pytest.mark.parametrize("lies", ["channel by channel", "channels last", "with gaps"])
+@pytest.mark.parametrize("shape", [(2, 20, 5, 7), (3, 1, 4, 4), (5, 7, 1, 1), (1, 6, 1, 9)])
+@torch.no_grad()
+def test_images(shape: tuple[int, ...], lies: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "FEW_PROGRAMS", few)
+    made, x = norm(shape[1], 4), torch.randn(*shape[:3], 2 * shape[3], device=DEVICE)
+    if lies == "with gaps":
+        x = x[..., ::2]
+    else:
+        x = x[..., : shape[3]].contiguous(
+            memory_format=torch.channels_last if lies == "channels last" else torch.contiguous_format
+        )
+    rows = fused.Rows(x.permute(0, 2, 3, 1), made.weight, made.bias, x.dtype)
+    y = rows.forward_image(x, made.weight, made.bias, made._numbers)
+    assert y is not None and y.permute(0, 2, 3, 1).is_contiguous()
+    near(y.permute(0, 2, 3, 1), copy.deepcopy(made).double()(x.permute(0, 2, 3, 1).double()))
+
+
+@needs_kernels
 @pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6)])
 def test_twice(shape: tuple[int, ...]) -> None:
     made, x = norm(6, 3), torch.randn(shape, device=DEVICE, requires_grad=True)

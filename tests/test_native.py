@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_fused import Other, Watches, near
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -48,7 +49,7 @@ def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: fl
 
 def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     removed = Removed.of(x.size(-1), 1, 1.0, 1.0, 1.0)
-    return shortest.normalize(x, {"weight": weight, "bias": bias}, removed, x.size(-1)) is not None
+    return shortest.normalize(x, {"weight": weight, "bias": bias}, removed, x.size(-1), False) is not None
 
 
 def compare(made: CompensatedLayerNorm, x: Tensor, bound: float = 1e-6) -> None:
@@ -128,9 +129,21 @@ def test_an_input_that_lies_nowhere_is_not_taken_for_the_last_one() -> None:
     assert made(torch.empty(5, 100, device="meta")).is_meta
 
 
-def test_channels_first() -> None:
+@pytest.mark.parametrize("shape", [(2, 6), (2, 6, 5), (2, 6, 5, 7), (2, 6, 6, 6), (2, 6, 2, 3, 6)])
+def test_channels_first(shape: tuple[int, ...], kernels_asked: list[bool]) -> None:
+    made, x = norm(6, 3, channel_dim=1), torch.randn(shape)
+    want = copy.deepcopy(made).double()(x.double())
+    kernels_asked.clear()
+    near(made(x), want)
+    near(made(x.transpose(1, -1).contiguous().transpose(1, -1)), want)
+    assert all(kernels_asked) and made(x).stride() == F.layer_norm(x.movedim(1, -1), (6,)).movedim(-1, 1).stride()
+
+
+def test_the_same_width_in_another_place_is_an_error() -> None:
     made, x = norm(6, 3, channel_dim=1), torch.randn(2, 6, 5, 7)
-    near(made(x), copy.deepcopy(made).double()(x.double()))
+    made(x)
+    with pytest.raises(RuntimeError, match="keeps 6 channels"):
+        made(x.permute(0, 2, 3, 1))
 
 
 def test_numbers_that_are_yet_to_be_negated() -> None:

@@ -56,16 +56,21 @@ def applies(x: Tensor, weight: Parameter, bias: Parameter) -> bool:
     )
 
 
-def kernels(x: Tensor, weight: Parameter, bias: Parameter) -> tuple[Launch, Launch] | tuple[None, None]:
+def kernels(x: Tensor, weight: Parameter, bias: Parameter, image: bool) -> tuple[Launch, Launch] | tuple[None, None]:
     """Without gradients and with them, for inputs like x and parameters like these, wherever they lie."""
-    if not applies(x, weight, bias):
+    last = x.permute(0, 2, 3, 1) if image else x
+    if not applies(last, weight, bias):
         return None, None
-    rows = Rows(x, weight, bias, output_dtype(x))
+    rows = Rows(last, weight, bias, output_dtype(x))
 
     def differentiable(x: Tensor, weight: Parameter, bias: Parameter, removed: Removed) -> Tensor | None:
-        return _apply(x.contiguous(), weight, bias, removed, rows) if 0 < x.numel() <= rows.most else None
+        if not 0 < x.numel() <= rows.most:
+            return None
+        if image:
+            return _apply(x.permute(0, 2, 3, 1).contiguous(), weight, bias, removed, rows).permute(0, 3, 1, 2)
+        return _apply(x.contiguous(), weight, bias, removed, rows)
 
-    return rows.forward, differentiable
+    return rows.forward_image if image else rows.forward, differentiable
 
 
 def normalize(x: Tensor, weight: Parameter, bias: Parameter, removed: Removed, dtype: torch.dtype) -> Tensor:
@@ -144,27 +149,29 @@ class Rows:
         self.few, self.many = (self._forward_plan(few, False, False) for few in (True, False))
 
     def forward(
-        self, x: Tensor, weight: Parameter, bias: Parameter, removed: Removed, stats: Tensor | None = None
-    ) -> Tensor | None:
+        self, x: Tensor, weight: Parameter, bias: Parameter, removed: Removed,
+        stats: Tensor | None = None, y: Tensor | None = None, pixels: int = 0,
+    ) -> Tensor | None:  # fmt: skip
         """y, contiguous; None of too many rows. With the statistics for backward in `stats` x must be contiguous.
 
         All of it in one function: what Python does here a small network waits for.
         """
-        size, width, pixels = x.numel(), self.width, 0
+        size = x.numel()
         if not 0 < size <= self.most:
             return None
-        rows, few = size // width, size < self.few_size
-        if not x.is_contiguous():
-            pixels = _pixels(x) if few else 0
-            x = x if pixels else x.contiguous()
+        rows, few = size // self.width, size < self.few_size
+        if y is None:
+            if not x.is_contiguous():
+                pixels = _pixels(x) if few else 0
+                x = x if pixels else x.contiguous()
+            if pixels or self.other_dtype:
+                y = empty_like(x, dtype=self.y_dtype, memory_format=torch.contiguous_format)
+            else:
+                y = empty_like(x)
         if stats is None and not pixels:
             plan = self.few if few else self.many
         else:
             plan = self._forward_plan(few, stats is not None, pixels > 0)
-        if pixels or self.other_dtype:
-            y = empty_like(x, dtype=self.y_dtype, memory_format=torch.contiguous_format)
-        else:
-            y = empty_like(x)
         at_x, at_y = x.data_ptr(), y.data_ptr()
         at_weight = at_x if weight is None else weight.data_ptr()
         at_bias = at_x if bias is None else bias.data_ptr()
@@ -183,6 +190,17 @@ class Rows:
         tensors = x, x if weight is None else weight, x if bias is None else bias, y, y if stats is None else stats
         plan.launch_by_triton(across, 1, self.device, tensors, (rows, self.groups, pixels, *removed))
         return y
+
+    def forward_image(self, x: Tensor, weight: Parameter, bias: Parameter, removed: Removed) -> Tensor | None:
+        """The same where channels are the second of four dimensions; y lies with channels last, as rows do."""
+        pixels = 0
+        if not x.is_contiguous(memory_format=torch.channels_last):
+            if x.numel() < self.few_size and x.is_contiguous():
+                pixels = x.size(2) * x.size(3)
+            else:
+                x = x.contiguous(memory_format=torch.channels_last)
+        y = empty_like(x, dtype=self.y_dtype, memory_format=torch.channels_last)
+        return self.forward(x, weight, bias, removed, None, y, pixels)
 
     def as_they_were(self, x: Tensor, weight: Parameter, stats: Tensor, dy: Tensor) -> bool:
         """Plain tensors as they were saved: `.data =`, or hooks of whoever saves memory, may have changed them."""

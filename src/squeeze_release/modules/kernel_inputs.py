@@ -77,18 +77,20 @@ def fits(parameter: Tensor, width: int, device: int) -> bool:
     )
 
 
-def like(*tensors: Tensor) -> Callable[..., bool] | None:
+def like(*tensors: Tensor, channels: int = -1) -> Callable[..., bool] | None:
     """Whether tensors are as these, in all that a kernel believes of them but rows and addresses, in one call.
 
     torch's compiler asks this before every call of what it has compiled; of autocast, transforms and modes too, by what
     they do to the dispatcher. It overlooks a compiler's own modes, and forward gradients. Of several dimensions strides
-    are left open, and so are all sizes but the last.
+    are left open, and so are all sizes but that of `channels` in the first tensor, of the last dimension in others.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
 
         # As it takes them, not as it is annotated.
         sizes: Any = [[None] * (tensor.dim() - 1) + [tensor.size(-1)] for tensor in tensors]
+        sizes[0] = [None] * tensors[0].dim()
+        sizes[0][channels] = tensors[0].size(channels)
         strides: Any = [[None] * tensor.dim() if tensor.dim() > 1 else [tensor.stride(0)] for tensor in tensors]
         guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         check: Callable[..., bool] = guards.check

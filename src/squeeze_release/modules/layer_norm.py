@@ -99,19 +99,21 @@ class CompensatedLayerNorm(KeepsFloat64):
         return self.m2 + self.count * self.mean.square()
 
     def forward(self, x: Tensor) -> Tensor:
-        first = self.channel_dim == 1
-        x = x.movedim(1, -1) if first else x
+        image = self.channel_dim == 1
+        if image and x.dim() != 4:
+            x, image = x.movedim(1, -1), False
         out = None
         if not is_dynamo_compiling():
-            out = shortest.normalize(x, self._parameters, self._numbers, self._kept)
-        elif x.dtype != torch.float64:
-            out = _for_a_compiler(x, self.weight, self.bias, self._numbers, self._kept)
+            out = shortest.normalize(x, self._parameters, self._numbers, self._kept, image)
         if out is None:
-            out = self._elsewhere(x)
-        out = out.movedim(-1, 1) if first else out
+            out = self._elsewhere(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if image else self._elsewhere(x)
+        if self.channel_dim == 1 and not image:
+            out = out.movedim(-1, 1)
         return behind(self, out) if self._modules else out
 
     def _elsewhere(self, x: Tensor) -> Tensor:
+        if is_dynamo_compiling() and x.dtype != torch.float64:
+            return _for_a_compiler(x, self.weight, self.bias, self._numbers, self._kept)
         own = self._parameters
         # Where they are parameters, as they mostly are, this spares a microsecond.
         found = "weight" in own and "bias" in own

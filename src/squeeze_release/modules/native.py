@@ -30,19 +30,19 @@ class _Norm(ctypes.Structure):
     )
 
 
-def kernel(x: Tensor, weight: Parameter, bias: Parameter) -> Launch | None:
+def kernel(x: Tensor, weight: Parameter, bias: Parameter, image: bool) -> Launch | None:
     """For inputs like `x` and parameters like these, wherever they lie."""
-    run = _function(x, weight, bias)
+    width = x.size(1 if image else -1)
+    run = _function(x.dtype, width, weight, bias)
     if run is None:
         return None
-    width = x.size(-1)
 
     @functools.lru_cache(1024)
     def told(removed: Removed) -> Any:
         return ctypes.byref(_Norm(width, *removed))
 
     def launch(x: Tensor, weight: Parameter, bias: Parameter, removed: Removed) -> Tensor | None:
-        x = x.contiguous()
+        x = x.permute(0, 2, 3, 1).contiguous() if image else x.contiguous()
         at_x = x.data_ptr()
         at_weight = None if weight is None else weight.data_ptr()
         at_bias = None if bias is None else bias.data_ptr()
@@ -53,19 +53,19 @@ def kernel(x: Tensor, weight: Parameter, bias: Parameter) -> Launch | None:
         y = empty_like(x)
         if run(told(removed), at_x, at_weight, at_bias, y.data_ptr(), x.numel() // width):
             raise MemoryError("no memory for a row of CompensatedLayerNorm")
-        return y
+        return y.permute(0, 3, 1, 2) if image else y
 
     return launch
 
 
-def _function(x: Tensor, weight: Parameter, bias: Parameter) -> Any:
+def _function(dtype: torch.dtype, width: int, weight: Parameter, bias: Parameter) -> Any:
     float32, bfloat16 = torch.float32, torch.bfloat16
     names = {(float32, float32): "norm_float", (bfloat16, bfloat16): "norm_half", (bfloat16, float32): "norm_mixed"}
-    scale, width = x.dtype if weight is None else weight.dtype, x.size(-1)
+    scale = dtype if weight is None else weight.dtype
     for parameter in (weight, bias):
         if parameter is not None and not (parameter.dtype is scale and fits(parameter, width, -1)):
             return None
-    library, name = _library(), names.get((x.dtype, scale))
+    library, name = _library(), names.get((dtype, scale))
     if library is None or name is None or width == 0 or (weight is None and bias is not None):
         return None
     function = getattr(library, name)

@@ -34,22 +34,29 @@ class Seen(NamedTuple):
     differentiable: Launch | None
 
 
-_seen: dict[int, tuple[Seen, ...]] = {}  # by width; norms of one kind share kernels, and how to tell that they fit
+# By width, and whether of images; norms of one kind share kernels, and how to tell that they fit.
+_seen: dict[tuple[int, bool], tuple[Seen, ...]] = {}
 
 
-def normalize(x: Tensor, parameters: Mapping[str, Parameter], removed: Removed, kept: int) -> Tensor | None:
-    """y; or None where there is no kernel: they are for plain tensors, in eager."""
+def normalize(
+    x: Tensor, parameters: Mapping[str, Parameter], removed: Removed, kept: int, image: bool
+) -> Tensor | None:
+    """y; or None where there is no kernel: they are for plain tensors, in eager.
+
+    image: x has four dimensions, and its channels are the second of them; else they are the last.
+    """
+    kind = kept, image
     # None is no parameter, and missing is one that is made elsewhere: of a parametrized norm.
     weight, bias = parameters.get("weight", _MISSING), parameters.get("bias", _MISSING)
-    for seen in _seen.get(kept, ()):
+    for seen in _seen.get(kind, ()):
         if seen[0](x, weight, bias):  # same
             break
     else:
-        found = _look(x, weight, bias, kept)
+        found = _look(x, weight, bias, kept, image)
         if found is None:
             return None
         # As a whole: another thread may look at the same time.
-        seen, _seen[kept] = found, (found, *_seen.get(kept, ())[: _MOST - 1])
+        seen, _seen[kind] = found, (found, *_seen.get(kind, ())[: _MOST - 1])
     if _modes() or forward_ad._current_level >= 0:
         return None  # who traces, or differentiates forwards: `same` overlooks both
     _, tracked, plain, differentiable = seen
@@ -57,26 +64,28 @@ def normalize(x: Tensor, parameters: Mapping[str, Parameter], removed: Removed, 
     return None if launch is None else launch(x, weight, bias, removed)
 
 
-def _look(x: Tensor, weight: Parameter, bias: Parameter, kept: int) -> Seen | None:
+def _look(x: Tensor, weight: Parameter, bias: Parameter, kept: int, image: bool) -> Seen | None:
     if not nobody_watches_eager():
         return None
-    if not readable(x, x.get_device()) or x.shape[-1:] != (kept,):
+    if not readable(x, x.get_device()) or not x.dim() or x.size(1 if image else -1) != kept:
         return None
     if weight.__class__ not in _PARAMETERS or bias.__class__ not in _PARAMETERS:
         return None
-    same = _like(x, weight, bias)
+    same = _like(x, weight, bias, image)
     if same is None:
         return None
     if x.is_cpu:
-        plain, differentiable = native.kernel(x, weight, bias), None
+        plain, differentiable = native.kernel(x, weight, bias, image), None
     else:
-        plain, differentiable = fused.kernels(x, weight, bias)
+        plain, differentiable = fused.kernels(x, weight, bias, image)
     tracked = any(each is not None and each.requires_grad for each in (x, weight, bias))
     return Seen(same, tracked, plain, differentiable)
 
 
-def _like(x: Tensor, weight: Parameter, bias: Parameter) -> Callable[[Tensor, Parameter, Parameter], bool] | None:
-    same = like(*(each for each in (x, weight, bias) if each is not None))
+def _like(
+    x: Tensor, weight: Parameter, bias: Parameter, image: bool
+) -> Callable[[Tensor, Parameter, Parameter], bool] | None:
+    same = like(*(each for each in (x, weight, bias) if each is not None), channels=1 if image else -1)
     if same is None or (weight is not None and bias is not None):
         return same  # None is not like a tensor
     if weight is not None:
