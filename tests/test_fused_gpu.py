@@ -28,9 +28,9 @@ def test_the_module_runs_kernels_and_finds_them_at_once() -> None:
         y, want = made(x), exact(wide)
         near(y, want)
         near(torch.autograd.grad(y.sin().sum(), x)[0], torch.autograd.grad(want.sin().sum(), wide)[0])
-    assert {plan.kernel for plan in fused._plans.values()} == {"forward", "backward", "total"}
-    assert all(plan.short is not None for plan in fused._plans.values() if plan.found is not None)
-    assert sum(plan.found is not None for plan in fused._plans.values()) == 3
+    ran = [plan for plan in fused._plans.values() if plan.found is not None]
+    assert {plan.kernel for plan in ran} == {"forward", "backward", "total"}
+    assert all(plan.short is not None for plan in ran)
 
 
 @pytest.mark.parametrize("gradients", [False, True])

@@ -193,9 +193,10 @@ def _for_a_compiler(x: Tensor, weight: Parameter, bias: Parameter, removed: Remo
     x, dtype = x.contiguous(), output_dtype(x)  # as F.layer_norm's output is
     wide = x.float()
     mu = wide.sum(-1, True) * removed.inverse + removed.share * removed.mean
-    y = wide - mu
     added = (mu - removed.mean).square() * (removed.share / kept) + removed.base / kept
-    y = y * (y.square() * removed.inverse + added).sum(-1, True).rsqrt()
+    # Another expression than the next: what is used twice is written to memory, if it reads more than four tensors.
+    square = (mu - wide).square() * removed.inverse + added
+    y = (wide - mu) * square.sum(-1, True).rsqrt()
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
     return y.to(dtype)

@@ -1,0 +1,109 @@
+"""CompensatedLayerNorm as a compiler sees it: the same numbers, and no more passes over memory than a LayerNorm."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_fused import near
+from torch import Tensor, nn
+from torch._inductor import metrics
+
+from squeeze_release import CompensatedLayerNorm
+from squeeze_release.modules import layer_norm
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> None:
+    torch._dynamo.reset()
+
+
+def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: float = 2, **how: Any) -> Any:
+    made = CompensatedLayerNorm(kept, dtype=dtype, **how)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    made.merge(torch.randn(removed, dtype=torch.float64) + offset)
+    return made
+
+
+def written_out(made: CompensatedLayerNorm, x: Tensor) -> Tensor:
+    return layer_norm._for_a_compiler(x, made.weight, made.bias, made._numbers, made.normalized_shape[0])
+
+
+@BOTH
+@pytest.mark.parametrize("width", [1, 3, 100, 1000])
+@pytest.mark.parametrize("removed", [0, 5])
+def test_the_formula(width: int, removed: int, dtype: torch.dtype) -> None:
+    made, x = norm(width, removed, dtype), (2 * torch.randn(7, width) + 1).to(dtype)
+    if width == 1 and not removed:
+        x = x * 0 + 1  # of one channel alone there is nothing left but the bias
+    near(written_out(made, x), copy.deepcopy(made).double()(x.double()))
+
+
+@pytest.mark.parametrize("mean, offset", [(1e4, 1e4), (-300.0, 0.0), (0.0, 1e4)])
+def test_large_means_do_not_cancel(mean: float, offset: float) -> None:
+    made, x = norm(200, 50, offset=offset), mean + torch.randn(30, 200)
+    spread = max(1.0, abs(mean - offset) * 0.4)
+    near(written_out(made, x), copy.deepcopy(made).double()(x.double()), 4e-7 * (1 + max(abs(mean), offset) / spread))
+
+
+class Block(nn.Module):
+    """What stands before a norm in a ConvNeXt, and behind."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.behind = norm, nn.Linear(48, 8)
+        self.bias, self.scale = (nn.Parameter(torch.randn(48)) for _ in range(2))
+
+    def forward(self, branch: Tensor, stream: Tensor) -> Tensor:
+        y: Tensor = self.behind(self.norm((branch + self.bias) * self.scale + stream))
+        return y
+
+
+@BOTH
+@torch.no_grad()
+def test_nothing_is_written_between(dtype: torch.dtype) -> None:
+    """Two sums, the output and the layer behind: whatever else is written to memory is a pass over it, or a kernel."""
+    block = Block(norm(48, 20)).to(dtype)
+    inputs = [torch.randn(64, 48, dtype=dtype) for _ in range(2)]
+    metrics.reset()
+    y = torch.compile(block, fullgraph=True)(*inputs)
+    assert metrics.ir_nodes_pre_fusion == 4
+    torch.testing.assert_close(y, block(*inputs), rtol=1e-5 if dtype == torch.float32 else 0.05, atol=1e-2)
+
+
+def test_it_is_compiled_as_such_and_not_as_for_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = norm(6, 3), torch.randn(5, 6)
+    want = copy.deepcopy(made).double()(x.double())
+    monkeypatch.setattr(CompensatedLayerNorm, "_normalize", None)  # that of eager
+    near(torch.compile(made, fullgraph=True, backend="aot_eager")(x), want)
+
+
+def test_numbers_that_change_are_compiled_again() -> None:
+    made, x = norm(6, 3), torch.randn(5, 6)
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    for change in (lambda: None, lambda: made.merge(torch.randn(4)), lambda: setattr(made, "eps", 0.5)):
+        change()
+        near(compiled(x), copy.deepcopy(made).double()(x.double()))
+
+
+def test_gradients() -> None:
+    made, x = norm(6, 3), torch.randn(5, 6, requires_grad=True)
+    exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()
+    got = torch.autograd.grad(torch.compile(made, backend="aot_eager")(x).sin().sum(), (x, *made.parameters()))
+    want = torch.autograd.grad(exact(wide).sin().sum(), (wide, *exact.parameters()))
+    for one, other in zip(got, want, strict=True):
+        near(one, other, 2e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 5), (2, 6, 4, 3)])
+def test_channels_first(shape: tuple[int, ...]) -> None:
+    made, x = norm(6, 3, channel_dim=1), torch.randn(shape)
+    y = torch.compile(made, fullgraph=True, backend="aot_eager")(x)
+    assert y.stride() == made(x).stride()
+    near(y, copy.deepcopy(made).double()(x.double()))
