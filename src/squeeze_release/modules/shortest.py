@@ -15,11 +15,10 @@ from torch._C import _len_torch_dispatch_stack as _modes
 from torch.autograd import forward_ad
 
 from . import fused, native
-from .kernel_inputs import Launch, Parameter, Removed, like, nobody_watches_eager, readable
+from .kernel_inputs import Launch, Parameter, Removed, address_of, like, nobody_watches_eager, readable
 
-_PARAMETERS = (nn.Parameter, type(None))
 _MISSING: Any = object()
-_MOST = 8  # kinds of inputs of one width: dtypes, ranks, with gradients and without
+_MOST = 32  # kinds of inputs of one width: devices, dtypes, ranks, with gradients and without
 
 
 class Seen(NamedTuple):
@@ -69,14 +68,17 @@ def _look(x: Tensor, weight: Parameter, bias: Parameter, kept: int, image: bool)
         return None
     if not readable(x, x.get_device()) or not x.dim() or x.size(1 if image else -1) != kept:
         return None
-    if weight.__class__ not in _PARAMETERS or bias.__class__ not in _PARAMETERS:
-        return None
+    for parameter in (weight, bias):
+        if parameter is not None and not (parameter.__class__ is nn.Parameter and address_of(parameter)):
+            return None
     same = _like(x, weight, bias, image)
     if same is None:
         return None
+    plain: Launch | None = None
+    differentiable: Launch | None = None
     if x.is_cpu:
-        plain, differentiable = native.kernel(x, weight, bias, image), None
-    else:
+        plain = native.kernel(x, weight, bias, image)
+    elif x.is_cuda:
         plain, differentiable = fused.kernels(x, weight, bias, image)
     tracked = any(each is not None and each.requires_grad for each in (x, weight, bias))
     return Seen(same, tracked, plain, differentiable)
