@@ -185,6 +185,30 @@ def test_what_changed_between_forward_and_backward(change: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("change", ["weight's dtype", "x's dtype", "width", "rows", "statistics"])
+def test_kernels_are_not_given_what_they_were_not_made_for(change: str) -> None:
+    made, x = norm(16, 3), torch.randn(4, 16, device=DEVICE)
+    rows = fused.Rows(x, made.weight, made.bias, x.dtype)
+    stats, dy, weight = torch.randn(4, 2, device=DEVICE), torch.randn(4, 16, device=DEVICE), made.weight
+
+    def there() -> bool:
+        return rows.as_they_were(x, weight, stats, dy)
+
+    for _ in range(2):  # before it knows them, and after
+        assert there()
+    if change == "weight's dtype":
+        weight = nn.Parameter(weight.detach().bfloat16())
+    elif change == "statistics":
+        stats = stats.bfloat16()
+    else:
+        other = {"x's dtype": x.bfloat16(), "width": torch.randn(4, 8), "rows": torch.randn(400, 16)}
+        x = other[change].to(DEVICE)
+    assert not there()
+    rows._same = None
+    assert not there()
+
+
+@needs_kernels
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
 def test_frozen_parameters(frozen: str) -> None:
     made, x = norm(24, 3), torch.randn(40, 24, device=DEVICE, requires_grad=True)

@@ -206,6 +206,19 @@ def test_norm_copies_and_loads() -> None:
     assert repr(small) == "CompensatedLayerNorm(5, removed=3, eps=1e-05, channel_dim=-1)"
 
 
+@pytest.mark.parametrize("name", ["LayerNorm", "GroupNorm", "StdNorm", "RMSNorm"])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_buffers_that_are_exchanged(name: str, dtype: torch.dtype) -> None:
+    """torch.func.functional_call puts tensors in place without asking the module."""
+    make = getattr(modules, f"Compensated{name}")
+    one, other = make(5, dtype=dtype), make(5, dtype=dtype)
+    one.merge(torch.randn(3, dtype=F64))
+    other.merge(7 + torch.randn(4, dtype=F64))
+    x = torch.randn(4, 5, dtype=dtype)
+    close(torch.func.functional_call(one, other.state_dict(), (x,)), other(x), 1e-12 if dtype == F64 else 1e-6)
+    assert not torch.allclose(one(x), other(x))
+
+
 def test_norm_refuses_the_wrong_width() -> None:
     with pytest.raises(RuntimeError, match=r"keeps 5 channels, got an input of shape \(4, 1\)"):
         CompensatedLayerNorm(5)(torch.randn(4, 1))

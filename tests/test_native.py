@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -288,6 +289,50 @@ def test_what_was_seen_keeps_no_tensor() -> None:
     alive = [weakref.ref(each) for each in (x, made.weight)]
     del made, x
     assert [each() for each in alive] == [None, None]
+
+
+@pytest.mark.parametrize("names", [("count", "mean", "m2"), ("count", "mean", "m2", "_told")])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_buffers_that_are_exchanged(gradients: bool, names: tuple[str, ...]) -> None:
+    made, other, x = norm(6, 3), norm(6, 5, offset=9), torch.randn(5, 6)
+    made(x)
+    state = dict(other.named_parameters()) | {name: getattr(other, name) for name in names}
+    with torch.set_grad_enabled(gradients):
+        for given in (x, x.clone().requires_grad_(gradients)):
+            near(torch.func.functional_call(made, state, (given,)), copy.deepcopy(other).double()(x.double()))
+    near(made(x), copy.deepcopy(made).double()(x.double()))
+
+
+def test_an_ensemble() -> None:
+    both, x = [norm(6, 3), norm(6, 5, offset=9)], torch.randn(5, 6)
+    parameters, buffers = torch.func.stack_module_state(both)
+    y = torch.vmap(lambda p, b: torch.func.functional_call(both[0], (p, b), (x,)))(parameters, buffers)
+    near(y, torch.stack([copy.deepcopy(each).double()(x.double()) for each in both]))
+
+
+def test_a_norm_that_was_moved_is_known(kernels_asked: list[bool]) -> None:
+    made, x = norm(6, 3), torch.randn(5, 6)
+    for other in (made.to("cpu").bfloat16().float(), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        kernels_asked.clear()
+        other(x)
+        assert kernels_asked == [True]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_an_error() -> None:
+    made, x = norm(6, 3), torch.randn(5, 6)
+    made(x)
+    with pytest.raises(RuntimeError, match=r"[Nn]ested"):
+        made(torch.nested.nested_tensor([x, x[:2]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_bias_without_a_weight(dtype: torch.dtype) -> None:
+    made, x = norm(6, 3, dtype), torch.randn(5, 6, dtype=dtype)
+    bias, made.weight = made.bias, None
+    with_bias = made(x)
+    made.bias = None
+    torch.testing.assert_close(with_bias, made(x) + bias)
 
 
 def test_tensors_without_numbers(kernels_asked: list[bool]) -> None:

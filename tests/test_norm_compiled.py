@@ -10,6 +10,7 @@ import torch
 from test_fused import near
 from torch import Tensor, nn
 from torch._inductor import metrics
+from torch.func import functional_call
 
 from squeeze_release import CompensatedLayerNorm
 from squeeze_release.modules import layer_norm
@@ -32,7 +33,7 @@ def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: fl
 
 
 def written_out(made: CompensatedLayerNorm, x: Tensor) -> Tensor:
-    return layer_norm._for_a_compiler(x, made.weight, made.bias, made._numbers, made.normalized_shape[0])
+    return layer_norm._for_a_compiler(x, made.weight, made.bias, made._told, made.normalized_shape[0])
 
 
 @BOTH
@@ -46,9 +47,10 @@ def test_the_formula(width: int, removed: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mean, offset", [(1e4, 1e4), (-300.0, 0.0), (0.0, 1e4)])
-def test_large_means_do_not_cancel(mean: float, offset: float) -> None:
-    made, x = norm(200, 50, offset=offset), mean + torch.randn(30, 200)
-    spread = max(1.0, abs(mean - offset) * 0.4)
+@pytest.mark.parametrize("removed", [1, 50])
+def test_large_means_do_not_cancel(removed: int, mean: float, offset: float) -> None:
+    made, x = norm(200, removed, offset=offset), mean + torch.randn(30, 200)
+    spread = max(1.0, abs(mean - offset) * (removed * 200) ** 0.5 / (removed + 200))
     near(written_out(made, x), copy.deepcopy(made).double()(x.double()), 4e-7 * (1 + max(abs(mean), offset) / spread))
 
 
@@ -90,6 +92,28 @@ def test_numbers_that_change_are_compiled_again() -> None:
     for change in (lambda: None, lambda: made.merge(torch.randn(4)), lambda: setattr(made, "eps", 0.5)):
         change()
         near(compiled(x), copy.deepcopy(made).double()(x.double()))
+
+
+@pytest.mark.parametrize("names", [("count", "mean", "m2"), ("count", "mean", "m2", "_told")])
+@pytest.mark.parametrize("inside", [False, True])
+@torch.no_grad()
+def test_buffers_that_are_exchanged(inside: bool, names: tuple[str, ...]) -> None:
+    made, other, x = norm(6, 3), norm(6, 5, offset=9), torch.randn(5, 6)
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    near(compiled(x), copy.deepcopy(made).double()(x.double()))
+    state = dict(other.named_parameters()) | {name: getattr(other, name) for name in names}
+    want = copy.deepcopy(other).double()(x.double())
+    if inside:
+        call = torch.compile(lambda state, x: functional_call(made, state, (x,)), backend="aot_eager")
+        near(call(state, x), want)
+    else:
+        near(functional_call(compiled, {f"_orig_mod.{name}": each for name, each in state.items()}, (x,)), want)
+    near(compiled(x), copy.deepcopy(made).double()(x.double()))
+
+
+def test_integers_are_not_cut_off() -> None:
+    made, x = norm(6, 3), torch.randint(0, 9, (5, 6))
+    torch.testing.assert_close(torch.compile(made, backend="aot_eager")(x), made(x))
 
 
 def test_gradients() -> None:

@@ -25,10 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, empty_like
-from torch._C import _len_torch_dispatch_stack as _modes
-from torch.autograd import forward_ad
 
-from .kernel_inputs import Launch, Parameter, Removed, fits, like, nobody_watches, output_dtype, readable
+from .kernel_inputs import Launch, Parameter, Removed, fits, like, no_modes, nobody_watches, output_dtype, readable
 from .launch import Plan, Tile, current_device, current_stream
 
 MAX_WIDTH = 16384  # of a row that one program holds in registers
@@ -205,12 +203,18 @@ class Rows:
     def as_they_were(self, x: Tensor, weight: Parameter, stats: Tensor, dy: Tensor) -> bool:
         """Plain tensors as they were saved: `.data =`, or hooks of whoever saves memory, may have changed them."""
         saved = (x, stats, dy) if weight is None else (x, stats, dy, weight)
-        if not x.is_contiguous() or not stats.is_contiguous():
+        size = x.numel()
+        if not x.is_contiguous() or not stats.is_contiguous() or dy.numel() != size:
+            return False
+        if stats.numel() * self.width != 2 * size:
             return False
         if self._same is not None and self._same(*saved):
-            return not _modes() and forward_ad._current_level < 0
+            return no_modes()
         there = nobody_watches() and all(readable(each, self.device) for each in (x, stats, dy))
-        if not there or not (weight is None or fits(weight, self.width, self.device)):
+        dtypes = self.x_dtype, torch.float32, self.weight_dtype
+        if not there or (x.dtype, stats.dtype, None if weight is None else weight.dtype) != dtypes:
+            return False
+        if x.size(-1) != self.width or not (weight is None or fits(weight, self.width, self.device)):
             return False
         self._same = like(*saved)
         return True

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C import _dispatch_tls_local_include_set as _listeners
+from torch._C import _len_torch_dispatch_stack as _count_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -49,6 +50,11 @@ def nobody_watches_eager() -> bool:
     return not _listeners().raw_repr() & ~_USUAL and forward_ad._current_level < 0
 
 
+def no_modes() -> bool:
+    """What `like` overlooks: a compiler's own modes, and forward gradients."""
+    return not _count_modes() and forward_ad._current_level < 0
+
+
 def address_of(tensor: Tensor) -> int:
     """Where its numbers lie: 0 where there are none, or where it is no more than a promise of some."""
     return tensor.data_ptr() if torch._C._has_storage(tensor) else 0
@@ -58,6 +64,7 @@ def readable(tensor: Tensor, device: int) -> bool:
     """A plain tensor that is there. Of a batch of gradients, say, there is no address."""
     return (
         tensor.__class__ is Tensor
+        and not tensor.is_nested
         and tensor.get_device() == device
         and not tensor.is_neg()  # a view whose numbers are negated by whoever reads them
         and address_of(tensor) != 0
@@ -81,8 +88,8 @@ def like(*tensors: Tensor, channels: int = -1) -> Callable[..., bool] | None:
     """Whether tensors are as these, in all that a kernel believes of them but rows and addresses, in one call.
 
     torch's compiler asks this before every call of what it has compiled; of autocast, transforms and modes too, by what
-    they do to the dispatcher. It overlooks a compiler's own modes, and forward gradients. Of several dimensions strides
-    are left open, and so are all sizes but that of `channels` in the first tensor, of the last dimension in others.
+    they do to the dispatcher. What it overlooks `no_modes` sees. Of several dimensions strides are left open, and
+    all sizes but that of `channels` in the first tensor, of the last dimension in others.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards

@@ -12,6 +12,8 @@ from . import fused, shortest
 from .kernel_inputs import Parameter, Removed, nobody_watches, output_dtype
 from .state import KeepsFloat64, behind
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class CompensatedLayerNorm(KeepsFloat64):
     """LayerNorm that remembers the constant channels it lost: same output on the kept channels, at the kept width.
@@ -58,7 +60,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         self.register_parameter("bias", nn.Parameter(zero) if elementwise_affine and bias else None)
         for name in ("count", "mean", "m2"):
             self.register_buffer(name, torch.zeros((), device=device, dtype=torch.float64))
-        self.register_buffer("_told", self.mean.float().expand(5), persistent=False)
+        self.register_buffer("_told", self.mean.float().expand(6), persistent=False)
         self._derive()
 
     def merge(self, constants: Tensor) -> None:
@@ -103,7 +105,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         if image and x.dim() != 4:
             x, image = x.movedim(1, -1), False
         out = None
-        if not is_dynamo_compiling():
+        if self._buffers["mean"] is self._known and not is_dynamo_compiling():
             out = shortest.normalize(x, self._parameters, self._numbers, self._kept, image)
         if out is None:
             out = self._elsewhere(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if image else self._elsewhere(x)
@@ -112,8 +114,10 @@ class CompensatedLayerNorm(KeepsFloat64):
         return behind(self, out) if self._modules else out
 
     def _elsewhere(self, x: Tensor) -> Tensor:
-        if is_dynamo_compiling() and x.dtype != torch.float64:
-            return _for_a_compiler(x, self.weight, self.bias, self._numbers, self._kept)
+        if not self._as_derived("mean"):
+            return self._with_exchanged_buffers(x)
+        if is_dynamo_compiling() and x.dtype in _FLOATS:
+            return _for_a_compiler(x, self.weight, self.bias, self._told, self._kept)
         own = self._parameters
         # Where they are parameters, as they mostly are, this spares a microsecond.
         found = "weight" in own and "bias" in own
@@ -140,12 +144,24 @@ class CompensatedLayerNorm(KeepsFloat64):
             # Only y is large, so nothing else need be allocated: fresh pages cost more than the arithmetic.
             y = y.mul_(rstd)
             if weight is None or bias is None:
-                return y if weight is None else y.mul_(weight)
+                y = y if weight is None else y.mul_(weight)
+                return y if bias is None else y.add_(bias)
             return torch.addcmul(bias, y, weight, out=y)
         y = y * rstd
         if weight is None or bias is None:
-            return y if weight is None else y * weight
+            y = y if weight is None else y * weight
+            return y if bias is None else y + bias
         return torch.addcmul(bias, y, weight)
+
+    def _with_exchanged_buffers(self, x: Tensor) -> Tensor:
+        """With the statistics that are there now, as tensors."""
+        _check(x, self._kept)
+        dtype = output_dtype(x)
+        x = (x.float() if x.dtype in _FLOATS else x).contiguous()
+        y = centred_and_scaled(x, -1, self._tell().to(x.dtype))
+        y = y if self.weight is None else y * self.weight
+        y = y if self.bias is None else y + self.bias
+        return y.to(dtype)
 
     def _derive(self) -> None:
         weight = getattr(self, "weight", None)
@@ -157,17 +173,18 @@ class CompensatedLayerNorm(KeepsFloat64):
             self._numbers = Removed.of(self._kept, *statistics, self.eps)
             # A copy of what forward reads, for mixing float64 scalars in costs a microsecond an op.
             self._buffers["_told"] = self._tell().float()
+        self._known = self.mean
 
     def _tell(self) -> Tensor:
-        """What the removed channels add: m_R, M2 / C + eps, m / C, m K / C^2, K m_R / C."""
+        """What the removed channels add: m_R, M2 / C + eps, m / C, m K / C^2, K m_R / C, K / C."""
         mean = self.mean
         count, m2 = self.count.to(mean.device), self.m2.to(mean.device)  # a replica is given the three one by one
         width = count + self._kept
         kept, gone = self._kept / width, count / width
-        return torch.stack([mean, m2 / width + self.eps, kept, kept * gone, gone * mean])
+        return torch.stack([mean, m2 / width + self.eps, kept, kept * gone, gone * mean, gone])
 
     def _told_in(self, dtype: torch.dtype) -> Tensor:
-        return self._tell() if dtype == torch.float64 else self._told
+        return self._told if dtype != torch.float64 and self._as_derived("mean") else self._tell().to(dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -182,20 +199,20 @@ class CompensatedLayerNorm(KeepsFloat64):
         return f"{self._kept}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"
 
 
-def _for_a_compiler(x: Tensor, weight: Parameter, bias: Parameter, removed: Removed, kept: int) -> Tensor:
+def _for_a_compiler(x: Tensor, weight: Parameter, bias: Parameter, told: Tensor, kept: int) -> Tensor:
     """Written out, of which inductor makes one kernel together with what comes before and behind.
 
-    It stops where an expression has too many operations or reads too many tensors. So what the removed channels add to
-    the variance goes into its sum, with every kept channel a part of it; and their numbers are constants. With a tensor
-    in their place norms would share kernels, but compiled code looks before every call at each tensor that it reads.
+    It stops where an expression has too many operations or reads too many tensors. So all that the removed channels
+    add goes into the two sums, with every kept channel a part of it. And what is used twice it writes to memory, if it
+    reads more than four tensors: so the difference from the mean is written in two ways, once for each use.
     """
     _check(x, kept)
     x, dtype = x.contiguous(), output_dtype(x)  # as F.layer_norm's output is
     wide = x.float()
-    mu = wide.sum(-1, True) * removed.inverse + removed.share * removed.mean
-    added = (mu - removed.mean).square() * (removed.share / kept) + removed.base / kept
-    # Another expression than the next: what is used twice is written to memory, if it reads more than four tensors.
-    square = (mu - wide).square() * removed.inverse + added
+    mean, parts = told[0], told / kept
+    base, inverse, pull, gone = parts[1], parts[2], parts[4], parts[5]
+    mu = (wide * inverse + pull).sum(-1, True)
+    square = (mu - wide).square() * inverse + ((mu - mean).square() * gone + base)
     y = (wide - mu) * square.sum(-1, True).rsqrt()
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias

@@ -76,8 +76,10 @@ class CompensatedRMSNorm(KeepsFloat64):
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         norm = torch.linalg.vector_norm(wide, 2, self.channel_dim, True)
-        total = kept + self._removed
-        y: Tensor = wide * (norm.square() / total + (self._squares / total + eps)).rsqrt()
+        derived = self._as_derived("squares")
+        gone, squares = (self._removed, self._squares) if derived else (self.count, self.squares)
+        total = kept + gone
+        y: Tensor = wide * (norm.square() / total + (squares / total + eps)).rsqrt()
         if self.weight is not None:
             weight = self.weight + self.weight_offset if self.weight_offset else self.weight
             y = y * (weight if self.channel_dim == -1 else weight.reshape(-1, *[1] * (x.dim() - 2)))
@@ -87,6 +89,7 @@ class CompensatedRMSNorm(KeepsFloat64):
         # As Python numbers, for reading a tensor in forward would wait for the device.
         if not self.count.is_meta:
             self._removed, self._squares = int(self.count), float(self.squares)
+        self._known = self.squares
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

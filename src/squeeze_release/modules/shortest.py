@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, is_grad_enabled, nn
-from torch._C import _len_torch_dispatch_stack as _modes
-from torch.autograd import forward_ad
 
 from . import fused, native
-from .kernel_inputs import Launch, Parameter, Removed, address_of, like, nobody_watches_eager, readable
+from .kernel_inputs import Launch, Parameter, Removed, address_of, like, no_modes, nobody_watches_eager, readable
 
 _MISSING: Any = object()
 _MOST = 32  # kinds of inputs of one width: devices, dtypes, ranks, with gradients and without
@@ -44,11 +42,13 @@ def normalize(
 
     image: x has four dimensions, and its channels are the second of them; else they are the last.
     """
+    if x.is_nested:  # which ends the process in TensorGuards
+        return None
     kind = kept, image
     # None is no parameter, and missing is one that is made elsewhere: of a parametrized norm.
     weight, bias = parameters.get("weight", _MISSING), parameters.get("bias", _MISSING)
     for seen in _seen.get(kind, ()):
-        if seen[0](x, weight, bias):  # same
+        if seen.same(x, weight, bias):
             break
     else:
         found = _look(x, weight, bias, kept, image)
@@ -56,14 +56,15 @@ def normalize(
             return None
         # As a whole: another thread may look at the same time.
         seen, _seen[kind] = found, (found, *_seen.get(kind, ())[: _MOST - 1])
-    if _modes() or forward_ad._current_level >= 0:
-        return None  # who traces, or differentiates forwards: `same` overlooks both
+    if not no_modes():
+        return None
     _, tracked, plain, differentiable = seen
     launch = differentiable if tracked and is_grad_enabled() else plain
     return None if launch is None else launch(x, weight, bias, removed)
 
 
 def _look(x: Tensor, weight: Parameter, bias: Parameter, kept: int, image: bool) -> Seen | None:
+    """None, and so a look at every call, of what is rare: other classes, one tensor for both parameters."""
     if not nobody_watches_eager():
         return None
     if not readable(x, x.get_device()) or not x.dim() or x.size(1 if image else -1) != kept:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
@@ -22,7 +23,19 @@ def behind(module: nn.Module, x: Tensor) -> Tensor:
 
 
 class KeepsFloat64(nn.Module):
-    """A module whose buffers follow its device but not its dtype: in half precision a sum of squares overflows."""
+    """A module whose buffers follow its device but not its dtype: in half precision a sum of squares overflows.
+
+    What forward reads are numbers derived of them. `_known` is the last of these buffers, as it was then.
+    """
+
+    _known: Tensor
+
+    def _as_derived(self, buffer: str) -> bool:
+        """Whether the numbers are those of the buffers: torch.func.functional_call puts others in place without asking.
+
+        So does an export without dynamo, but those are fakes of the same numbers.
+        """
+        return self._buffers[buffer] is self._known or (is_compiling() and not is_dynamo_compiling())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
@@ -30,5 +43,7 @@ class KeepsFloat64(nn.Module):
         for name, old in before.items():
             new = self._buffers[name]
             if new is not None and new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device)
+                new = self._buffers[name] = old.to(new.device)
+            if new is not None and old is self._known:
+                self._known = new  # the same numbers, elsewhere
         return self
