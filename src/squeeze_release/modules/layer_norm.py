@@ -101,15 +101,16 @@ class CompensatedLayerNorm(KeepsFloat64):
         return self.m2 + self.count * self.mean.square()
 
     def forward(self, x: Tensor) -> Tensor:
-        image = self.channel_dim == 1
-        if image and x.dim() != 4:
-            x, image = x.movedim(1, -1), False
+        first = self.channel_dim == 1
+        image = first and x.dim() == 4
+        if first and not image:
+            x = x.movedim(1, -1)
         out = None
         if self._buffers["mean"] is self._known and not is_dynamo_compiling():
             out = shortest.normalize(x, self._parameters, self._numbers, self._kept, image)
         if out is None:
             out = self._elsewhere(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if image else self._elsewhere(x)
-        if self.channel_dim == 1 and not image:
+        if first and not image:
             out = out.movedim(-1, 1)
         return behind(self, out) if self._modules else out
 
