@@ -26,7 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor, empty_like
 
-from .kernel_inputs import Launch, Parameter, Removed, fits, like, no_modes, nobody_watches, output_dtype, readable
+from .kernel_inputs import (
+    FLOATS,
+    Launch,
+    Parameter,
+    Removed,
+    fits,
+    like,
+    no_modes,
+    nobody_watches,
+    output_dtype,
+    readable,
+)
 from .launch import Plan, Tile, current_device, current_stream
 
 MAX_WIDTH = 16384  # of a row that one program holds in registers
@@ -36,7 +47,6 @@ WARP_ELEMENTS = 512  # 16 to a thread
 FEW_PROGRAMS = 264  # two for each multiprocessor of an H200: with fewer, they hold an eighth of a tile
 DEPTH, COLUMNS = 256, 16  # of a tile in `kernels.total`
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _plans: dict[tuple[Any, ...], Plan] = {}
 
 
@@ -45,12 +55,12 @@ def applies(x: Tensor, weight: Parameter, bias: Parameter) -> bool:
     return (
         nobody_watches()  # first, for a compiler that looks into this function need not look further
         and readable(x, device := x.get_device())
-        and x.dtype in _FLOATS
+        and x.dtype in FLOATS
         and (width := x.size(-1)) <= MAX_WIDTH
         and 0 < x.numel() <= MAX_ROWS * width
         and _ready(device)
-        and (weight is None or (weight.dtype in _FLOATS and fits(weight, width, device)))
-        and (bias is None or (bias.dtype in _FLOATS and fits(bias, width, device)))
+        and (weight is None or (weight.dtype in FLOATS and fits(weight, width, device)))
+        and (bias is None or (bias.dtype in FLOATS and fits(bias, width, device)))
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layer_norm import CompensatedLayerNorm, centred_and_scaled
+from .layer_norm import CompensatedLayerNorm, centred_and_scaled, scaled
 from .state import behind
 
 
@@ -23,5 +23,4 @@ class CompensatedGroupNorm(CompensatedLayerNorm):
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         y = centred_and_scaled(wide, tuple(range(1, x.dim())), self._told_in(wide.dtype))
         weight, bias = (None if p is None else p.view(-1, *[1] * (x.dim() - 2)) for p in (self.weight, self.bias))
-        y = y if weight is None else y * weight
-        return behind(self, (y if bias is None else y + bias).to(x.dtype))
+        return behind(self, scaled(y, weight, bias).to(x.dtype))

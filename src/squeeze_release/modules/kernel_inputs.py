@@ -17,7 +17,11 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 Parameter = Tensor | None
-GONE = "a tensor of CompensatedLayerNorm has numbers, but its memory is gone: storage().resize_(0) would do that"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of inputs; computed in float32
+GONE = (
+    "a tensor of CompensatedLayerNorm has numbers, but its memory is gone, so there is nothing to read: "
+    "whoever resized its storage to 0, as FSDP does between calls, must fill it before forward"
+)
 _PLAIN = (Tensor, nn.Parameter)
 _USUAL = DispatchKeySet(DispatchKey.BackendSelect).add(DispatchKey.ADInplaceOrView).raw_repr()
 

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from . import fused, shortest
-from .kernel_inputs import Parameter, Removed, nobody_watches, output_dtype
+from .kernel_inputs import FLOATS, Parameter, Removed, nobody_watches, output_dtype
 from .state import KeepsFloat64, behind
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CompensatedLayerNorm(KeepsFloat64):
@@ -117,7 +115,7 @@ class CompensatedLayerNorm(KeepsFloat64):
     def _elsewhere(self, x: Tensor) -> Tensor:
         if not self._as_derived("mean"):
             return self._with_exchanged_buffers(x)
-        if is_dynamo_compiling() and x.dtype in _FLOATS:
+        if is_dynamo_compiling() and x.dtype in FLOATS:
             return _for_a_compiler(x, self.weight, self.bias, self._told, self._kept)
         own = self._parameters
         # Where they are parameters, as they mostly are, this spares a microsecond.
@@ -149,20 +147,15 @@ class CompensatedLayerNorm(KeepsFloat64):
                 return y if bias is None else y.add_(bias)
             return torch.addcmul(bias, y, weight, out=y)
         y = y * rstd
-        if weight is None or bias is None:
-            y = y if weight is None else y * weight
-            return y if bias is None else y + bias
-        return torch.addcmul(bias, y, weight)
+        return scaled(y, weight, bias) if weight is None or bias is None else torch.addcmul(bias, y, weight)
 
     def _with_exchanged_buffers(self, x: Tensor) -> Tensor:
         """With the statistics that are there now, as tensors."""
         _check(x, self._kept)
         dtype = output_dtype(x)
-        x = (x.float() if x.dtype in _FLOATS else x).contiguous()
+        x = (x.float() if x.dtype in FLOATS else x).contiguous()
         y = centred_and_scaled(x, -1, self._tell().to(x.dtype))
-        y = y if self.weight is None else y * self.weight
-        y = y if self.bias is None else y + self.bias
-        return y.to(dtype)
+        return scaled(y, self.weight, self.bias).to(dtype)
 
     def _derive(self) -> None:
         weight = getattr(self, "weight", None)
@@ -215,9 +208,7 @@ def _for_a_compiler(x: Tensor, weight: Parameter, bias: Parameter, told: Tensor,
     mu = (wide * inverse + pull).sum(-1, True)
     square = (mu - wide).square() * inverse + ((mu - mean).square() * gone + base)
     y = (wide - mu) * square.sum(-1, True).rsqrt()
-    y = y if weight is None else y * weight
-    y = y if bias is None else y + bias
-    return y.to(dtype)
+    return scaled(y, weight, bias).to(dtype)
 
 
 def centred_and_scaled(x: Tensor, dims: int | tuple[int, ...], told: Tensor) -> Tensor:
@@ -226,6 +217,11 @@ def centred_and_scaled(x: Tensor, dims: int | tuple[int, ...], told: Tensor) -> 
     shift = mu - mean
     var = var * kept + shift.square() * cross + base
     return (x - (mean + shift * kept)) * torch.rsqrt(var)
+
+
+def scaled(y: Tensor, weight: Parameter, bias: Parameter) -> Tensor:
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
 
 
 def _check(x: Tensor, kept: int) -> None:
