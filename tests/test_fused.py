@@ -143,9 +143,9 @@ def test_images(shape: tuple[int, ...], lies: str, few: int, monkeypatch: pytest
         x = x[..., : shape[3]].contiguous(
             memory_format=torch.channels_last if lies == "channels last" else torch.contiguous_format
         )
-    rows = fused.Rows(x.permute(0, 2, 3, 1), made.weight, made.bias, x.dtype)
-    y = rows.forward_image(x, made.weight, made.bias, made._numbers)
-    assert y is not None and y.permute(0, 2, 3, 1).is_contiguous()
+    rows = fused.Rows(x, made.weight, made.bias, x.dtype, image=True)
+    y = rows.plain(x)(x, made.weight, made.bias, made._numbers)
+    assert y.shape == x.shape and y.permute(0, 2, 3, 1).is_contiguous()
     near(y.permute(0, 2, 3, 1), copy.deepcopy(made).double()(x.permute(0, 2, 3, 1).double()))
 
 

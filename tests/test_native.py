@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from squeeze_release import CompensatedLayerNorm
 from squeeze_release.modules import native, shortest
-from squeeze_release.modules.kernel_inputs import Removed
+from squeeze_release.modules.kernel_inputs import Removed, like
 
 pytestmark = pytest.mark.skipif(native._library() is None, reason="there was no C compiler at installation")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -281,6 +281,20 @@ def test_a_parameter_whose_memory_is_gone_is_an_error() -> None:
     made.weight.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="memory is gone"):
         made(x)
+
+
+def test_like_tells_apart_what_a_kernel_would_not() -> None:
+    x, weight = torch.randn(2, 3, 4), nn.Parameter(torch.randn(4))
+    exact, loose = like(x, weight), like(x, weight, channels=-1)
+    assert exact is not None and loose is not None
+    fits_both = torch.randn(2, 3, 4)
+    fits_loose = (torch.randn(5, 7, 4), torch.randn(2, 4, 3).mT, torch.randn(2, 6, 4)[:, ::2])
+    fits_none = (torch.randn(2, 3, 5), torch.randn(3, 4), fits_both.double(), torch.randn(2, 3, 4, requires_grad=True))
+    assert exact(fits_both, weight) and loose(fits_both, weight)
+    assert [(exact(each, weight), loose(each, weight)) for each in fits_loose] == [(False, True)] * 3
+    assert not any(same(each, weight) for same in (exact, loose) for each in fits_none)
+    others = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(8)[::2]), weight.detach()
+    assert not any(same(fits_both, other) for same in (exact, loose) for other in others)
 
 
 def test_what_was_seen_keeps_no_tensor() -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from test_fused import near
+from test_fused import DEVICE, near
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch._inductor import metrics
 from torch.func import functional_call
 
 from squeeze_release import CompensatedLayerNorm
 from squeeze_release.modules import layer_norm
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")  # inductor's own
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
@@ -33,7 +35,7 @@ def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: fl
 
 
 def written_out(made: CompensatedLayerNorm, x: Tensor) -> Tensor:
-    return layer_norm._for_a_compiler(x, made.weight, made.bias, made._told, made.normalized_shape[0])
+    return layer_norm._for_a_compiler(x, made.weight, made.bias, made._told, made.normalized_shape[0], made.removed)
 
 
 @BOTH
@@ -67,7 +69,33 @@ class Block(nn.Module):
         return y
 
 
+class Downsample(nn.Module):
+    """The end of a stage of a ConvNeXt, and the beginning of the next."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.branch, self.norm, self.behind = nn.Linear(192, 48), norm, nn.Conv2d(48, 96, 2, 2)
+        self.scale = nn.Parameter(torch.randn(48, 1, 1))
+
+    def forward(self, branch: Tensor, stream: Tensor) -> Tensor:
+        y: Tensor = self.behind(self.norm(self.branch(branch).permute(0, 3, 1, 2) * self.scale + stream))
+        return y
+
+
+class LayerNorm2d(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+@pytest.fixture
+def _thresholds_of_a_gpu() -> Iterator[None]:
+    """What more operations or reads are is written to memory; on a CPU there may be more of both."""
+    with inductor.patch(realize_opcount_threshold=30, realize_acc_reads_threshold=8):
+        yield
+
+
 @BOTH
+@pytest.mark.usefixtures("_thresholds_of_a_gpu")
 @torch.no_grad()
 def test_nothing_is_written_between(dtype: torch.dtype) -> None:
     """Two sums, the output and the layer behind: whatever else is written to memory is a pass over it, or a kernel."""
@@ -77,6 +105,22 @@ def test_nothing_is_written_between(dtype: torch.dtype) -> None:
     y = torch.compile(block, fullgraph=True)(*inputs)
     assert metrics.ir_nodes_pre_fusion == 4
     torch.testing.assert_close(y, block(*inputs), rtol=1e-5 if dtype == torch.float32 else 0.05, atol=1e-2)
+
+
+@BOTH
+@pytest.mark.usefixtures("_thresholds_of_a_gpu")
+@torch.no_grad()
+def test_no_more_kernels_than_a_layer_norm(dtype: torch.dtype) -> None:
+    branch, stream = torch.randn(2, 14, 14, 192), torch.randn(2, 48, 14, 14)
+    kernels, passes = [], []
+    for made in (norm(48, 20, channel_dim=1), LayerNorm2d(48)):
+        metrics.reset()
+        stage = Downsample(made).to(DEVICE, dtype)
+        inputs = [each.to(DEVICE, dtype) for each in (branch, stream)]
+        y = torch.compile(stage, fullgraph=True)(*inputs)
+        kernels.append(metrics.generated_kernel_count), passes.append(metrics.ir_nodes_pre_fusion)
+        torch.testing.assert_close(y, stage(*inputs), rtol=1e-4 if dtype == torch.float32 else 0.05, atol=5e-2)
+    assert kernels[0] <= kernels[1] and passes[0] <= passes[1]
 
 
 def test_it_is_compiled_as_such_and_not_as_for_eager(monkeypatch: pytest.MonkeyPatch) -> None:

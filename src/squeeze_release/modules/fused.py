@@ -18,13 +18,15 @@ Numbers go to the kernels as Python floats, for reading a tensor would wait for 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, empty_like
+from torch import Tensor
 
 from .kernel_inputs import (
     FLOATS,
@@ -47,6 +49,7 @@ WARP_ELEMENTS = 512  # 16 to a thread
 FEW_PROGRAMS = 264  # two for each multiprocessor of an H200: with fewer, they hold an eighth of a tile
 DEPTH, COLUMNS = 256, 16  # of a tile in `kernels.total`
 
+Forward = Callable[[Tensor, Parameter, Parameter, Removed], Tensor]
 _plans: dict[tuple[Any, ...], Plan] = {}
 
 
@@ -65,30 +68,19 @@ def applies(x: Tensor, weight: Parameter, bias: Parameter) -> bool:
 
 
 def kernels(x: Tensor, weight: Parameter, bias: Parameter, image: bool) -> tuple[Launch, Launch] | tuple[None, None]:
-    """Without gradients and with them, for inputs like x and parameters like these, wherever they lie."""
-    last = x.permute(0, 2, 3, 1) if image else x
-    if not applies(last, weight, bias):
+    """Without gradients and with them, for inputs that lie as x does and parameters like these, at any address."""
+    if not applies(x.permute(0, 2, 3, 1) if image else x, weight, bias):
         return None, None
-    rows = Rows(last, weight, bias, output_dtype(x))
-
-    def differentiable(x: Tensor, weight: Parameter, bias: Parameter, removed: Removed) -> Tensor | None:
-        if not 0 < x.numel() <= rows.most:
-            return None
-        if image:
-            return _apply(x.permute(0, 2, 3, 1).contiguous(), weight, bias, removed, rows).permute(0, 3, 1, 2)
-        return _apply(x.contiguous(), weight, bias, removed, rows)
-
-    return rows.forward_image if image else rows.forward, differentiable
+    rows = Rows(x, weight, bias, output_dtype(x), image)
+    return rows.plain(x), rows.differentiable
 
 
 def normalize(x: Tensor, weight: Parameter, bias: Parameter, removed: Removed, dtype: torch.dtype) -> Tensor:
     """y in `dtype`, contiguous. Differentiable, and twice too."""
     rows = Rows(x, weight, bias, dtype)
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias)):
-        return _apply(x.contiguous(), weight, bias, removed, rows)
-    y = rows.forward(x, weight, bias, removed)
-    assert y is not None, "applies was not asked"
-    return y
+        return rows.differentiable(x, weight, bias, removed)
+    return rows.plain(x)(x, weight, bias, removed)
 
 
 # ------------------------------------------------------------------------------------------------------------- autograd
@@ -97,9 +89,7 @@ def normalize(x: Tensor, weight: Parameter, bias: Parameter, removed: Removed, d
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Parameter, bias: Parameter, removed: Removed, rows: Rows) -> Tensor:
-        stats = x.new_empty((x.numel() // rows.width, 2), dtype=torch.float32)
-        y = rows.forward(x, weight, bias, removed, stats)
-        assert y is not None, "rows were counted before"
+        y, stats = rows.with_stats(x, weight, bias, removed)
         ctx.save_for_backward(x, weight, stats)
         ctx.removed, ctx.rows = removed, rows
         return y
@@ -107,12 +97,11 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, stats), removed, rows, dy = ctx.saved_tensors, ctx.removed, ctx.rows, grads[0]
-        _, to_weight, to_bias, _, _ = ctx.needs_input_grad
         # With create_graph these gradients will be differentiated themselves.
         if torch.is_grad_enabled() or not rows.as_they_were(x, weight, stats, dy):
             return *_written_out(x, weight, rows.bias_dtype, dy, removed), None, None
-        gradients = rows.backward(x, weight, stats, dy.contiguous(), removed.inverse, to_weight, to_bias)
-        return *gradients, None, None
+        _, to_weight, to_bias, _, _ = ctx.needs_input_grad
+        return *rows.backward(x, weight, stats, dy.contiguous(), removed.inverse, to_weight, to_bias), None, None
 
 
 # Past what torch does for those who watch: nobody does.
@@ -143,88 +132,91 @@ def _written_out(
 
 
 class Rows:
-    """Rows like those of one tensor: all that calls need not ask again, and the kernels for them."""
+    """Rows of tensors of one shape: all that calls need not ask again, and the kernels for them.
 
-    def __init__(self, x: Tensor, weight: Parameter, bias: Parameter, dtype: torch.dtype) -> None:
-        self.width, self.device = x.size(-1), x.get_device()
-        self.x_dtype, self.y_dtype, self.other_dtype = x.dtype, dtype, dtype is not x.dtype
+    image: channels are the second of four dimensions. y lies with channels last even then, as rows do.
+    """
+
+    def __init__(self, x: Tensor, weight: Parameter, bias: Parameter, dtype: torch.dtype, image: bool = False) -> None:
+        self.image, self.device, self.empty = image, x.get_device(), _allocator(x.device)
+        self.x_dtype, self.y_dtype = x.dtype, dtype
         self.weight_dtype, self.bias_dtype = (None if each is None else each.dtype for each in (weight, bias))
-        self.few_size, self.most = FEW_PROGRAMS * TILE, MAX_ROWS * self.width
+        self.shape = tuple((x.permute(0, 2, 3, 1) if image else x).shape)
+        self.stride, self.width, size = _contiguous(self.shape), self.shape[-1], x.numel()
+        self.count, self.few = size // self.width, size < FEW_PROGRAMS * TILE
         self.multiple = math.gcd(self.width, 8)
         self.groups = self.width // self.multiple
-        self._plans: dict[tuple[Any, ...], Plan] = {}
         self._same: Callable[..., bool] | None = None  # for backward
-        self.few, self.many = (self._forward_plan(few, False, False) for few in (True, False))
+        self._for_backward: dict[tuple[bool, torch.dtype], tuple[Plan, int]] = {}
+        self._for_sums: dict[tuple[bool, bool], Plan] = {}
 
-    def forward(
-        self, x: Tensor, weight: Parameter, bias: Parameter, removed: Removed,
-        stats: Tensor | None = None, y: Tensor | None = None, pixels: int = 0,
-    ) -> Tensor | None:  # fmt: skip
-        """y, contiguous; None of too many rows. With the statistics for backward in `stats` x must be contiguous.
+    def plain(self, x: Tensor) -> Forward:
+        """To y, from tensors that lie as x does."""
+        last = x.permute(0, 2, 3, 1) if self.image else x
+        if last.is_contiguous():
+            return self._forward(self.image)
+        pixels = _pixels(last) if self.few else 0
+        return self._forward(self.image, pixels, copied=pixels == 0)
 
-        All of it in one function: what Python does here a small network waits for.
+    @functools.cached_property
+    def with_stats(self) -> Callable[[Tensor, Parameter, Parameter, Removed], tuple[Tensor, Tensor]]:
+        """To y and the statistics for `backward`, from tensors that are contiguous, channels last."""
+        return self._forward(image=False, kept=True)
+
+    def differentiable(self, x: Tensor, weight: Parameter, bias: Parameter, removed: Removed) -> Tensor:
+        if self.image:
+            return _apply(x.permute(0, 2, 3, 1).contiguous(), weight, bias, removed, self).permute(0, 3, 1, 2)
+        return _apply(x.contiguous(), weight, bias, removed, self)
+
+    def _forward(self, image: bool, pixels: int = 0, copied: bool = False, kept: bool = False) -> Callable[..., Any]:
+        """pixels: x lies channel by channel, of so many each. copied: it must be arranged first. kept: with statistics.
+
+        All of it in one function, with what it needs at hand: what Python does here a small network waits for.
         """
-        size = x.numel()
-        if not 0 < size <= self.most:
-            return None
-        rows, few = size // self.width, size < self.few_size
-        if y is None:
-            if not x.is_contiguous():
-                pixels = _pixels(x) if few else 0
-                x = x if pixels else x.contiguous()
-            if pixels or self.other_dtype:
-                y = empty_like(x, dtype=self.y_dtype, memory_format=torch.contiguous_format)
-            else:
-                y = empty_like(x)
-        if stats is None and not pixels:
-            plan = self.few if few else self.many
-        else:
-            plan = self._forward_plan(few, stats is not None, pixels > 0)
-        at_x, at_y = x.data_ptr(), y.data_ptr()
-        at_weight = at_x if weight is None else weight.data_ptr()
-        at_bias = at_x if bias is None else bias.data_ptr()
-        at_stats = at_y if stats is None else stats.data_ptr()
-        across, short = -(-rows // plan.rows), plan.short
-        if (
-            short is not None
-            and not (at_x | at_y | at_weight | at_bias | at_stats) & 15
-            and at_x and at_weight and at_bias
-            and current_device() == (device := self.device)
-        ):  # fmt: skip
-            launch, function, warps, shared, types, nothing = short
-            arguments = (at_x, at_weight, at_bias, at_y, at_stats, rows, self.groups, pixels, *removed, *nothing)
-            launch(function, across, 1, 1, warps, shared, types, arguments, current_stream(device))
-            return y
-        tensors = x, x if weight is None else weight, x if bias is None else bias, y, y if stats is None else stats
-        plan.launch_by_triton(across, 1, self.device, tensors, (rows, self.groups, pixels, *removed))
-        return y
+        plan = self._forward_plan(kept, pixels > 0)
+        device, dtype, empty, count, groups = self.device, self.y_dtype, self.empty, self.count, self.groups
+        shape, stride = (_channels_first(each) if image else each for each in (self.shape, self.stride))
+        across, layout = -(-count // plan.tile.rows), torch.channels_last if image else torch.contiguous_format
 
-    def forward_image(self, x: Tensor, weight: Parameter, bias: Parameter, removed: Removed) -> Tensor | None:
-        """The same where channels are the second of four dimensions; y lies with channels last, as rows do."""
-        pixels = 0
-        if not x.is_contiguous(memory_format=torch.channels_last):
-            if x.numel() < self.few_size and x.is_contiguous():
-                pixels = x.size(2) * x.size(3)
+        def forward(x: Tensor, weight: Parameter, bias: Parameter, removed: Removed) -> Any:
+            if current_device() != device >= 0:
+                with torch.cuda.device(device):
+                    return forward(x, weight, bias, removed)
+            if copied:
+                x = x.contiguous(memory_format=layout)
+            y = empty(shape, stride, dtype)
+            stats = empty((count, 2), (2, 1), torch.float32) if kept else y
+            at_x, at_y = x.data_ptr(), y.data_ptr()
+            at_weight = at_x if weight is None else weight.data_ptr()
+            at_bias = at_x if bias is None else bias.data_ptr()
+            at_stats = stats.data_ptr() if kept else at_y
+            aligned = not (at_x | at_y | at_weight | at_bias | at_stats) & 15
+            short = plan.short
+            if short is not None and aligned and at_x and at_weight and at_bias:
+                launch, function, warps, shared, types, nothing = short
+                arguments = (at_x, at_weight, at_bias, at_y, at_stats, count, groups, pixels, *removed, *nothing)
+                launch(function, across, 1, 1, warps, shared, types, arguments, current_stream(device))
             else:
-                x = x.contiguous(memory_format=torch.channels_last)
-        y = empty_like(x, dtype=self.y_dtype, memory_format=torch.channels_last)
-        return self.forward(x, weight, bias, removed, None, y, pixels)
+                tensors = x, x if weight is None else weight, x if bias is None else bias, y, stats
+                plan.launch_by_triton(across, 1, device, tensors, (count, groups, pixels, *removed))
+            return (y, stats) if kept else y
+
+        return forward
 
     def as_they_were(self, x: Tensor, weight: Parameter, stats: Tensor, dy: Tensor) -> bool:
         """Plain tensors as they were saved: `.data =`, or hooks of whoever saves memory, may have changed them."""
         saved = (x, stats, dy) if weight is None else (x, stats, dy, weight)
-        size = x.numel()
-        if not x.is_contiguous() or not stats.is_contiguous() or dy.numel() != size:
-            return False
-        if stats.numel() * self.width != 2 * size:
-            return False
         if self._same is not None and self._same(*saved):
             return no_modes()
-        there = nobody_watches() and all(readable(each, self.device) for each in (x, stats, dy))
-        dtypes = self.x_dtype, torch.float32, self.weight_dtype
-        if not there or (x.dtype, stats.dtype, None if weight is None else weight.dtype) != dtypes:
+        if not nobody_watches() or not all(readable(each, self.device) for each in (x, stats, dy)):
             return False
-        if x.size(-1) != self.width or not (weight is None or fits(weight, self.width, self.device)):
+        dtypes = self.x_dtype, torch.float32, self.weight_dtype
+        if (x.dtype, stats.dtype, None if weight is None else weight.dtype) != dtypes:
+            return False
+        shapes = self.shape, self.shape, (self.count, 2)
+        if (x.shape, dy.shape, stats.shape) != shapes or not (x.is_contiguous() and stats.is_contiguous()):
+            return False
+        if weight is not None and not fits(weight, self.width, self.device):
             return False
         self._same = like(*saved)
         return True
@@ -233,57 +225,75 @@ class Rows:
         self, x: Tensor, weight: Parameter, stats: Tensor, dy: Tensor, inverse: float, to_weight: bool, to_bias: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """dx, and the gradients of weight and bias where they are asked for."""
-        size, width, summed = x.numel(), self.width, to_weight or to_bias
-        which = size < self.few_size, summed, dy.dtype
-        plan = self._plans.get(which) or self._backward_plan(which)
-        rows, tile = size // width, plan.tile
-        programs = min(-(-rows // tile.rows), _multiprocessors(self.device) * max(1, 16 // tile.warps))
-        dx = empty_like(x)
-        parts = x.new_empty((2, programs, width), dtype=torch.float32) if summed else stats
+        device, width, empty, summed = self.device, self.width, self.empty, to_weight or to_bias
+        if current_device() != device >= 0:
+            with torch.cuda.device(device):
+                return self.backward(x, weight, stats, dy, inverse, to_weight, to_bias)
+        which = summed, dy.dtype
+        plan, programs = self._for_backward.get(which) or self._backward_plan(which)
+        dx = empty(self.shape, self.stride, self.x_dtype)
+        parts = empty((2, programs, width), (programs * width, width, 1), torch.float32) if summed else stats
         tensors = x, dy, x if weight is None else weight, stats, dx, parts
-        plan.launch(programs, 1, self.device, tensors, (rows, self.groups, inverse))
+        plan.launch(programs, 1, device, tensors, (self.count, self.groups, inverse))
         if not summed:
             return dx, None, None
-        dw = empty_like(weight) if weight is not None and to_weight else None
-        if not to_bias:
-            db = None
-        elif dw is not None and self.bias_dtype is self.weight_dtype:
-            db = empty_like(dw)
-        else:
-            db = x.new_empty(width, dtype=self.bias_dtype)
-        total = self._plans.get((to_weight, to_bias)) or self._total_plan((to_weight, to_bias))
+        dw = empty((width,), (1,), self.weight_dtype) if to_weight else None
+        db = empty((width,), (1,), self.bias_dtype) if to_bias else None
         sums = parts, parts if dw is None else dw, parts if db is None else db
-        total.launch(-(-width // COLUMNS), 2, self.device, sums, (programs, width))
+        total = self._for_sums.get((to_weight, to_bias)) or self._total_plan((to_weight, to_bias))
+        total.launch(-(-width // COLUMNS), 2, device, sums, (programs, width))
         return dx, dw, db
 
-    def _forward_plan(self, few: bool, kept: bool, by_channel: bool) -> Plan:
-        which = few, kept, by_channel
-        if which in self._plans:
-            return self._plans[which]
-        tile = _tile(self.width, few, 8 if by_channel else 1)
+    def _forward_plan(self, kept: bool, by_channel: bool) -> Plan:
+        tile = _tile(self.width, self.few, 8 if by_channel else 1)
         has = self.weight_dtype is not None, self.bias_dtype is not None
-        constants = *has, kept, by_channel, self.multiple, *tile.shape
         dtypes = self.x_dtype, self.weight_dtype, self.bias_dtype, self.y_dtype
-        return self._plan(which, "forward", constants, tile, dtypes)
+        return self._plan("forward", (*has, kept, by_channel, self.multiple, *tile.shape), tile, dtypes)
 
-    def _backward_plan(self, which: tuple[bool, bool, torch.dtype]) -> Plan:
-        few, summed, dy_dtype = which
-        tile = _tile(self.width, few)
+    def _backward_plan(self, which: tuple[bool, torch.dtype]) -> tuple[Plan, int]:
+        """And how many programs there are."""
+        summed, dy_dtype = which
+        tile = _tile(self.width, self.few)
         constants = self.weight_dtype is not None, summed, self.multiple, *tile.shape
-        return self._plan(which, "backward", constants, tile, (self.x_dtype, self.weight_dtype, dy_dtype))
+        plan = self._plan("backward", constants, tile, (self.x_dtype, self.weight_dtype, dy_dtype))
+        programs = min(-(-self.count // tile.rows), _multiprocessors(self.device) * max(1, 16 // tile.warps))
+        found = self._for_backward[which] = plan, programs
+        return found
 
     def _total_plan(self, which: tuple[bool, bool]) -> Plan:
         to_weight, to_bias = which
         dtypes = self.weight_dtype if to_weight else None, self.bias_dtype if to_bias else None
-        return self._plan(which, "total", (*which, DEPTH, COLUMNS), Tile(DEPTH, COLUMNS, 4), dtypes)
-
-    def _plan(
-        self, which: tuple[Any, ...], kernel: str, constants: tuple[Any, ...], tile: Tile, dtypes: tuple[Any, ...]
-    ) -> Plan:
-        """Norms of one kind share it."""
-        key = kernel, constants, tile.warps, dtypes, self.device
-        plan = self._plans[which] = _plans.setdefault(key, Plan(kernel, constants, tile))
+        plan = self._for_sums[which] = self._plan("total", (*which, DEPTH, COLUMNS), Tile(DEPTH, COLUMNS, 4), dtypes)
         return plan
+
+    def _plan(self, kernel: str, constants: tuple[Any, ...], tile: Tile, dtypes: tuple[Any, ...]) -> Plan:
+        """Rows of one kind share it."""
+        key = kernel, constants, tile.warps, dtypes, self.device
+        return _plans.setdefault(key, Plan(kernel, constants, tile))
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides."""
+    behind = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
+    return tuple(behind)[::-1]
+
+
+def _channels_first(last: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape or strides of the same image."""
+    images, high, wide, channels = last
+    return images, channels, high, wide
+
+
+@functools.cache
+def _allocator(device: torch.device) -> Callable[..., Tensor]:
+    """From shape, strides and dtype to a tensor on the current device, past torch's dispatcher: nobody watches."""
+    from torch._C._dynamo import guards
+
+    # As in what torch's compiler writes. It is not public.
+    found: Callable[..., Tensor] | None = getattr(guards, "_empty_strided_cuda", None)
+    if found is not None and device.type == "cuda":
+        return found
+    return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _pixels(x: Tensor) -> int:
@@ -318,7 +328,7 @@ def _ready(device: int) -> bool:
         return False
     x = torch.ones(1, 16, dtype=torch.float32, device=torch.device("cuda", device))
     try:
-        Rows(x, None, None, x.dtype).forward(x, None, None, Removed.of(16, 0, 0.0, 0.0, 1.0))
+        Rows(x, None, None, x.dtype).plain(x)(x, None, None, Removed.of(16, 0, 0.0, 0.0, 1.0))
     except Exception as error:  # no C compiler, a driver that is too old: whatever it is, there is another way
         message = f"CompensatedLayerNorm runs without its fused kernels: {type(error).__name__}: {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -88,21 +88,23 @@ def fits(parameter: Tensor, width: int, device: int) -> bool:
     )
 
 
-def like(*tensors: Tensor, channels: int = -1) -> Callable[..., bool] | None:
-    """Whether tensors are as these, in all that a kernel believes of them but rows and addresses, in one call.
+def like(*tensors: Tensor, channels: int | None = None) -> Callable[..., bool] | None:
+    """Whether tensors are as these, in all that a kernel believes of them but their addresses, in one call.
 
     torch's compiler asks this before every call of what it has compiled; of autocast, transforms and modes too, by what
-    they do to the dispatcher. What it overlooks `no_modes` sees. Of several dimensions strides are left open, and
-    all sizes but that of `channels` in the first tensor, of the last dimension in others.
+    they do to the dispatcher. What it overlooks `no_modes` sees.
+
+    channels: of the first tensor this dimension alone must be as long; its other sizes, and strides, are left open.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        # As it takes them, not as it is annotated.
-        sizes: Any = [[None] * (tensor.dim() - 1) + [tensor.size(-1)] for tensor in tensors]
-        sizes[0] = [None] * tensors[0].dim()
-        sizes[0][channels] = tensors[0].size(channels)
-        strides: Any = [[None] * tensor.dim() if tensor.dim() > 1 else [tensor.stride(0)] for tensor in tensors]
+        sizes: Any = [list(tensor.shape) for tensor in tensors]  # as it takes them, not as it is annotated
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
+        if channels is not None:
+            rank = tensors[0].dim()
+            sizes[0], strides[0] = [None] * rank, [None] * rank
+            sizes[0][channels] = tensors[0].size(channels)
         guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         check: Callable[..., bool] = guards.check
         return check if check(*tensors) else None

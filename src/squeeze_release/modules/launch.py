@@ -54,7 +54,7 @@ class Plan:
     """
 
     def __init__(self, kernel: str, constants: tuple[Any, ...], tile: Tile) -> None:
-        self.kernel, self.constants, self.tile, self.rows = kernel, constants, tile, tile.rows
+        self.kernel, self.constants, self.tile = kernel, constants, tile
         self.short: Short | None = None
         self.found: Any = None  # which Triton unloads with the last that holds it
 

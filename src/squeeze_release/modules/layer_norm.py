@@ -58,7 +58,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         self.register_parameter("bias", nn.Parameter(zero) if elementwise_affine and bias else None)
         for name in ("count", "mean", "m2"):
             self.register_buffer(name, torch.zeros((), device=device, dtype=torch.float64))
-        self.register_buffer("_told", self.mean.float().expand(6), persistent=False)
+        self.register_buffer("_told", self.mean.float().expand(7), persistent=False)
         self._derive()
 
     def merge(self, constants: Tensor) -> None:
@@ -116,7 +116,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         if not self._as_derived("mean"):
             return self._with_exchanged_buffers(x)
         if is_dynamo_compiling() and x.dtype in FLOATS:
-            return _for_a_compiler(x, self.weight, self.bias, self._told, self._kept)
+            return _for_a_compiler(x, self.weight, self.bias, self._told, self._kept, self._removed)
         own = self._parameters
         # Where they are parameters, as they mostly are, this spares a microsecond.
         found = "weight" in own and "bias" in own
@@ -170,12 +170,16 @@ class CompensatedLayerNorm(KeepsFloat64):
         self._known = self.mean
 
     def _tell(self) -> Tensor:
-        """What the removed channels add: m_R, M2 / C + eps, m / C, m K / C^2, K m_R / C, K / C."""
+        """What the removed channels add: m_R, M2 / C + eps, m / C, m K / C^2, K m_R / C.
+
+        And the share that each of the m kept ones has in the second and the last: (M2 / C + eps) / m, (K m_R / C) / m.
+        """
         mean = self.mean
         count, m2 = self.count.to(mean.device), self.m2.to(mean.device)  # a replica is given the three one by one
         width = count + self._kept
-        kept, gone = self._kept / width, count / width
-        return torch.stack([mean, m2 / width + self.eps, kept, kept * gone, gone * mean, gone])
+        kept, gone, base = self._kept / width, count / width, m2 / width + self.eps
+        pull = gone * mean
+        return torch.stack([mean, base, kept, kept * gone, pull, base / self._kept, pull / self._kept])
 
     def _told_in(self, dtype: torch.dtype) -> Tensor:
         return self._told if dtype != torch.float64 and self._as_derived("mean") else self._tell().to(dtype)
@@ -193,20 +197,20 @@ class CompensatedLayerNorm(KeepsFloat64):
         return f"{self._kept}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"
 
 
-def _for_a_compiler(x: Tensor, weight: Parameter, bias: Parameter, told: Tensor, kept: int) -> Tensor:
+def _for_a_compiler(x: Tensor, weight: Parameter, bias: Parameter, told: Tensor, kept: int, removed: int) -> Tensor:
     """Written out, of which inductor makes one kernel together with what comes before and behind.
 
-    It stops where an expression has too many operations or reads too many tensors. So all that the removed channels
-    add goes into the two sums, with every kept channel a part of it. And what is used twice it writes to memory, if it
-    reads more than four tensors: so the difference from the mean is written in two ways, once for each use.
+    It stops where an expression has too many operations, or reads more than eight numbers of different places. So all
+    that the removed channels add goes into the two sums, with every kept channel a part of it, and what follows from
+    counts is a constant. And what is used twice it writes to memory, if it reads more than four: so the difference from
+    the mean is written in two ways, once for each use.
     """
     _check(x, kept)
     x, dtype = x.contiguous(), output_dtype(x)  # as F.layer_norm's output is
     wide = x.float()
-    mean, parts = told[0], told / kept
-    base, inverse, pull, gone = parts[1], parts[2], parts[4], parts[5]
-    mu = (wide * inverse + pull).sum(-1, True)
-    square = (mu - wide).square() * inverse + ((mu - mean).square() * gone + base)
+    mean, base, pull, width = told[0], told[5], told[6], kept + removed
+    mu = (wide * (1 / width) + pull).sum(-1, True)
+    square = (mu - wide).square() * (1 / width) + ((mu - mean).square() * (removed / width / kept) + base)
     y = (wide - mu) * square.sum(-1, True).rsqrt()
     return scaled(y, weight, bias).to(dtype)
 

@@ -16,13 +16,13 @@ from . import fused, native
 from .kernel_inputs import Launch, Parameter, Removed, address_of, like, no_modes, nobody_watches_eager, readable
 
 _MISSING: Any = object()
-_MOST = 32  # kinds of inputs of one width: devices, dtypes, ranks, with gradients and without
+_MOST = 16  # kinds of inputs of one width: shapes, devices, dtypes, with gradients and without
 
 
 class Seen(NamedTuple):
     """Tensors like these, of the same classes, dtypes and widths, on the same device; and the kernels for them.
 
-    How many rows there are, what they hold and where they lie is another matter.
+    On a GPU, where less is computed in the time that Python takes, they have the same shape and strides too.
     """
 
     same: Callable[[Tensor, Parameter, Parameter], bool]
@@ -88,7 +88,8 @@ def _look(x: Tensor, weight: Parameter, bias: Parameter, kept: int, image: bool)
 def _like(
     x: Tensor, weight: Parameter, bias: Parameter, image: bool
 ) -> Callable[[Tensor, Parameter, Parameter], bool] | None:
-    same = like(*(each for each in (x, weight, bias) if each is not None), channels=1 if image else -1)
+    there = (each for each in (x, weight, bias) if each is not None)
+    same = like(*there, channels=None if x.is_cuda else 1 if image else -1)
     if same is None or (weight is not None and bias is not None):
         return same  # None is not like a tensor
     if weight is not None:
