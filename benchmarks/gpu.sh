@@ -2,17 +2,20 @@
 # What only a GPU can say, in parts that fit into minutes: bash benchmarks/gpu.sh FOLDER tests|eager|norm|compiled ...
 #
 #   tests     the kernels of CompensatedLayerNorm against float64                                     1 minute
-#   eager     latency.py, called one by one and as CUDA graphs                                        5 minutes
+#   eager     latency.py, called one by one and as CUDA graphs                                        6 minutes
 #   norm      layer_norm.py                                                                           2 minutes
 #   compiled  latency.py with torch.compile: sixteen processes compile side by side, then measure one after the other,
-#             once the first $QUIET seconds (100) are over                                            3 minutes
+#             once the first $QUIET seconds (120) are over                                            4 minutes
 #
-# Peers are measured where they can be imported. What is measured, and what is printed, goes to FOLDER.
+# With batch 1 all wait for the host, whose speed changes from second to second: many short samples are taken then.
+# NETWORKS="convnext_tiny vit_small" measures those alone. Peers are measured where they can be imported. What is measured,
+# and what is printed, goes to FOLDER.
 set -u
 cd "$(dirname "$0")/.."
 out=$1
 shift
 mkdir -p "$out"
+networks=${NETWORKS:-fc resnet18 convnext_tiny vit_small}
 export PYTHONPATH="src:tests:benchmarks${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
 
 tests() {
@@ -22,9 +25,8 @@ tests() {
 eager() {
   local latency="python -u benchmarks/latency.py --out $out/gpu.csv"
   {
-    $latency --how eager --only convnext_tiny vit_small --batches 1 --rounds 61
-    $latency --how eager graph --only fc --rounds 61
-    $latency --how eager graph
+    $latency --how eager --only $networks --batches 1 --rounds 250 --sample 0.005
+    $latency --how eager graph --only $networks
   } 2>&1 | tee "$out/gpu.txt"
 }
 
@@ -35,14 +37,14 @@ norm() {
 compiled() {
   local parts network dtype batch
   parts=$(mktemp -d)
-  (flock 9 && sleep "${QUIET:-100}") 9>>"$parts/lock" &
+  (flock 9 && sleep "${QUIET:-120}") 9>>"$parts/lock" &
   sleep 1
-  for network in fc resnet18 convnext_tiny vit_small; do
+  for network in $networks; do
     for dtype in float32 bfloat16; do
       for batch in 1 256; do
         TORCHINDUCTOR_CACHE_DIR="$parts/$network-$dtype-$batch" TORCHINDUCTOR_COMPILE_THREADS=2 OMP_NUM_THREADS=2 \
           python -u benchmarks/latency.py --how compiled --only $network --dtypes $dtype --batches $batch \
-          --rounds $((batch == 1 ? 101 : 25)) --compile-seconds 250 --in-turns "$parts/lock" \
+          $([ $batch = 1 ] && echo --rounds 250 --sample 0.005 || echo --rounds 25) --compile-seconds 250 --in-turns "$parts/lock" \
           --out "$parts/$network-$dtype-$batch.csv" >"$parts/$network-$dtype-$batch.txt" 2>&1 &
       done
     done

@@ -5,10 +5,11 @@
     python benchmarks/latency.py --how eager --side 64 --batches 1 8 --only vit_small    # a try
 
 `ideal` is the small network with plain norms in place of the compensated ones: what training a dense network of these
-widths from scratch would give. All of a case take turns in one run; times are medians over rounds with quartiles, and
-ratios are taken round by round. `eager` is a stream of calls, `graph` their replay as a CUDA graph (where the host is
-the limit, the device's own time), `compiled` is torch.compile, which takes minutes for each batch size and dtype.
-Errors are the largest difference from the masked network, relative to its largest output, in float32 on the CPU.
+widths from scratch would give. All of a case take turns in one run, for half of the rounds prepared in the opposite
+order; times are medians over rounds with quartiles, and ratios are taken round by round. `eager` is a stream of calls,
+`graph` their replay as a CUDA graph (where the host is the limit, the device's own time), `compiled` is torch.compile,
+which takes minutes for each batch size and dtype. Errors are the largest difference from the masked network, relative
+to its largest output, in float32 on the CPU.
 
 Compiling is most of the work and hardly needs the GPU: several of these with one --in-turns FILE compile side by side,
 and measure one after the other.
@@ -135,25 +136,33 @@ def prepared(model: nn.Module, x: Tensor, how: str, options: argparse.Namespace)
 
 
 def measure(case: dict[str, Any], found: dict[str, Contender], options: argparse.Namespace) -> list[dict[str, Any]]:
-    on_gpu = case["device"] != "cpu"
-    shape = NETWORKS[case["network"]].shape(case["side"])
+    shape, on_gpu = NETWORKS[case["network"]].shape(case["side"]), case["device"] != "cpu"
     torch.manual_seed(0)
     x = torch.randn(case["batch"], *shape, dtype=DTYPES[case["dtype"]], device=case["device"])
-    calls: dict[str, Callable[[], Any]] = {}
     torch._dynamo.reset()  # once a case: it forgets what was compiled before
     notes = {who: each.note for who, each in found.items()}
+    # Twice, there and back: who is prepared first finds other memory, and is slower by a percent or two.
+    sets = [all_prepared(order, x, case["how"], notes, options) for order in (found, dict(reversed(found.items())))]
+    with alone(options.in_turns):
+        halves = [interleaved(calls, on_gpu, -(-options.rounds // 2), options.sample) for calls in sets]
+    times = {who: first + halves[1][who] for who, first in halves[0].items() if who in halves[1]}
+    return [row(case, who, each, notes[who], times) for who, each in found.items() if who in times or notes[who]]
+
+
+def all_prepared(
+    found: dict[str, Contender], x: Tensor, how: str, notes: dict[str, str], options: argparse.Namespace
+) -> dict[str, Callable[[], Any]]:
+    calls = {}
     for who, each in found.items():
-        if each.model is None or (case["how"] == "compiled" and who in PEERS):
+        if each.model is None or (how == "compiled" and who in PEERS):
             continue
         try:
-            calls[who] = prepared(each.model, x, case["how"], options)
+            calls[who] = prepared(each.model, x, how, options)
         except (TimeoutError, RuntimeError, TypeError) as error:  # compiling took long, or a peer cannot be captured
-            if who not in PEERS and case["how"] != "compiled":
+            if who not in PEERS and how != "compiled":
                 raise
             notes[who] = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
-    with alone(options.in_turns):
-        times = interleaved(calls, on_gpu, options.rounds, options.sample)
-    return [row(case, who, each, notes[who], times) for who, each in found.items() if who in times or each.note]
+    return calls
 
 
 def row(case: dict[str, Any], who: str, each: Contender, note: str, times: dict[str, list[float]]) -> dict[str, Any]:
