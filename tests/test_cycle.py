@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import tiny
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import squeeze_release as sr
+from squeeze_release.cycle import Result
 
 
 class Lines(list[dict[str, Any]]):
@@ -246,22 +247,39 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         tiny.run(run_dir=tmp_path / "run", resume=True)
 
 
+BREAKABLE: dict[str, dict[str, Any]] = {
+    "cycle": {},
+    "baseline": {"mode": "baseline"},
+    "at once": {"judged": "at once", "threshold": 0.6},
+    "channels": {"grain": "channel", "last_ratio": 0.5},
+    "retries": {
+        "threshold": 0.0, "max_drop": 1.0, "min_accuracy": 0.97, "retries": 2, "max_cycles": 5, "final_gain": 0.2,
+    },
+}  # fmt: skip
+
+
+class Unbroken(NamedTuple):
+    config: sr.CycleConfig
+    result: Result
+    metrics: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=BREAKABLE)
+def unbroken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
+    config, folder = replace(tiny.CONFIG, **BREAKABLE[request.param]), tmp_path_factory.mktemp("runs") / "whole"
+    torch.manual_seed(0)
+    return Unbroken(config, tiny.run(config, run_dir=folder), timeless(folder))
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
 @pytest.mark.parametrize("part", range(8))
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"mode": "baseline"},
-        {"judged": "at once", "threshold": 0.6},
-        {"grain": "channel", "last_ratio": 0.5},
-        {"threshold": 0.0, "max_drop": 1.0, "min_accuracy": 0.97, "retries": 2, "max_cycles": 5, "final_gain": 0.2},
-    ],
-    ids=["cycle", "baseline", "at once", "channels", "retries"],
-)
-def test_a_run_that_breaks_goes_on_as_if_it_had_not(tmp_path: Path, part: int, changes: dict[str, Any]) -> None:
-    config, lines = replace(tiny.CONFIG, **changes), Lines()
-    whole = tiny.run(config, run_dir=tmp_path / "whole", listeners=[lines])
-    moment = len(lines.of("epoch")) * part // 8
+def test_a_run_that_breaks_goes_on_as_if_it_had_not(tmp_path: Path, part: int, unbroken: Unbroken) -> None:
+    config, whole, metrics = unbroken
+    moment = sum(line["event"] == "epoch" for line in metrics) * part // 8
 
     class Breaks(tiny.Training):
         epochs = 0
@@ -277,11 +295,7 @@ def test_a_run_that_breaks_goes_on_as_if_it_had_not(tmp_path: Path, part: int, c
     resumed = tiny.run(config, run_dir=tmp_path / "broken", resume=True)
     assert resumed.summary | {"seconds": 0} == whole.summary | {"seconds": 0}
     assert same_weights(resumed.model, whole.model)
-    timeless = [
-        [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in file.read_text().splitlines()]
-        for file in (tmp_path / "whole" / "metrics.jsonl", tmp_path / "broken" / "metrics.jsonl")
-    ]
-    assert timeless[0] == timeless[1]
+    assert timeless(tmp_path / "broken") == metrics
 
 
 def test_a_run_stops_after_its_time_and_goes_on(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_the_second_look_narrows_the_same_model():
     assert_same(net, together.model, (rand(3, 4),), {})
 
 
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_in_place_is_what_a_copy_would_be(case: Case) -> None:
     apart = sr.squeeze(case.model, case.inputs, verify=False)

@@ -20,7 +20,9 @@ from torchvision.models.vision_transformer import VisionTransformer as Torchvisi
 import squeeze_release as sr
 from squeeze_release.modules import CompensatedLayerNorm
 
-HEADS = {"timm": 6, "torchvision": 12}
+HEADS = {"timm": 6, "torchvision": 6, "torchvision's vit_b_16": 12}
+LIBRARIES = ["timm", "torchvision"]
+ALL = [*LIBRARIES, pytest.param("torchvision's vit_b_16", marks=pytest.mark.slow)]  # 86M parameters
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -55,6 +57,8 @@ def real(library: str, size: int) -> nn.Module:
     seeded()
     if library == "timm":
         return random(timm.create_model("vit_small_patch16_224", img_size=size, num_classes=10))
+    if library == "torchvision":  # as wide as timm's
+        return random(TorchvisionVit(size, 16, 12, HEADS[library], 384, 1536, num_classes=10))
     return random(vit_b_16(image_size=size, num_classes=10))
 
 
@@ -109,7 +113,7 @@ def masked_model(library: str, size: int) -> nn.Module:
     return model
 
 
-@pytest.fixture(scope="module", params=list(HEADS))
+@pytest.fixture(scope="module", params=ALL)
 def vit(request: pytest.FixtureRequest) -> Squeezed:
     """The real model with every case in it: exact, with the same gradients, and the original untouched."""
     model = masked_model(request.param, 32)
@@ -182,7 +186,7 @@ def test_the_softmax_scale_is_that_of_the_full_head(vit: Squeezed) -> None:
         module.fused_attn = True
 
 
-@pytest.mark.parametrize("library", list(HEADS))
+@pytest.mark.parametrize("library", ALL)
 def test_224_px_in_float32(library: str) -> None:
     model = masked_model(library, 224)
     x = images(224, 1, torch.float32)
@@ -206,7 +210,7 @@ def test_layer_scale_zero_kills_a_branch() -> None:
     assert inside(second) == (4, 8, 8) and first.mlp.fc1.out_features == 128  # the others stay
 
 
-@pytest.mark.parametrize("library", list(HEADS))
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_constant_function(library: str) -> None:
     model = little() if library == "timm" else random(TorchvisionVit(32, 16, 2, 4, 48, 64, num_classes=5))
     with torch.no_grad():
