@@ -217,6 +217,11 @@ def test_buffers_that_are_exchanged(name: str, dtype: torch.dtype) -> None:
     x = torch.randn(4, 5, dtype=dtype)
     close(torch.func.functional_call(one, other.state_dict(), (x,)), other(x), 1e-12 if dtype == F64 else 1e-6)
     assert not torch.allclose(one(x), other(x))
+    for statistic in one._STATISTICS:  # one alone
+        mixed = copy.deepcopy(one)
+        setattr(mixed, statistic, getattr(other, statistic))
+        given = torch.func.functional_call(one, {statistic: getattr(other, statistic)}, (x,))
+        close(given, mixed(x), 1e-12 if dtype == F64 else 1e-6)
 
 
 def test_norm_refuses_the_wrong_width() -> None:

@@ -317,6 +317,30 @@ def test_buffers_that_are_exchanged(gradients: bool, names: tuple[str, ...]) -> 
     near(made(x), copy.deepcopy(made).double()(x.double()))
 
 
+@pytest.mark.parametrize("name", ["count", "mean", "m2"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_one_buffer_that_is_exchanged(gradients: bool, name: str) -> None:
+    made, x = norm(6, 3), torch.randn(5, 6)
+    made(x)
+    other, state = copy.deepcopy(made), {name: torch.tensor(7.0, dtype=torch.float64)}
+    setattr(other, name, state[name])
+    with torch.set_grad_enabled(gradients):
+        near(torch.func.functional_call(made, state, (x,)), other.double()(x.double()))
+
+
+def test_what_is_used_stays_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shortest, "_seen", {})
+    made, often = norm(4, 2), torch.randn(3, 4)
+    for rank in range(1, 9):
+        made(torch.randn([1] * rank + [4])), made(often)
+    ((first, *others),) = shortest._seen.values()
+    assert len(others) == 7 and first.same(torch.randn([1] * 8 + [4]), made.weight, made.bias)
+    for _ in range(5):
+        made(torch.randn(1, 1, 4))  # the third that was seen
+    ((first, *others),) = shortest._seen.values()
+    assert len(others) == 7 and first.same(torch.randn(5, 6, 4), made.weight, made.bias)
+
+
 def test_an_ensemble() -> None:
     both, x = [norm(6, 3), norm(6, 5, offset=9)], torch.randn(5, 6)
     parameters, buffers = torch.func.stack_module_state(both)

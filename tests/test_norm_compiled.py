@@ -138,6 +138,22 @@ def test_numbers_that_change_are_compiled_again() -> None:
         near(compiled(x), copy.deepcopy(made).double()(x.double()))
 
 
+@pytest.mark.parametrize("name", ["count", "mean", "m2"])
+@torch.no_grad()
+def test_one_buffer_that_is_exchanged(name: str) -> None:
+    made, x = norm(6, 3), torch.randn(5, 6)
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    compiled(x)
+    other, given = copy.deepcopy(made), torch.tensor(7.0, dtype=torch.float64)
+    setattr(other, name, given)
+    near(functional_call(compiled, {f"_orig_mod.{name}": given}, (x,)), other.double()(x.double()))
+
+
+def test_of_no_channels_nothing_is_left() -> None:
+    made = norm(0, 5)
+    assert torch.compile(made, fullgraph=True, backend="aot_eager")(torch.randn(3, 0)).shape == (3, 0)
+
+
 @pytest.mark.parametrize("names", [("count", "mean", "m2"), ("count", "mean", "m2", "_told")])
 @pytest.mark.parametrize("inside", [False, True])
 @torch.no_grad()

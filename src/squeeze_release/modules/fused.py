@@ -206,7 +206,8 @@ class Rows:
     def as_they_were(self, x: Tensor, weight: Parameter, stats: Tensor, dy: Tensor) -> bool:
         """Plain tensors as they were saved: `.data =`, or hooks of whoever saves memory, may have changed them."""
         saved = (x, stats, dy) if weight is None else (x, stats, dy, weight)
-        if self._same is not None and self._same(*saved):
+        same = self._same
+        if same is not None and same(*saved):
             return no_modes()
         if not nobody_watches() or not all(readable(each, self.device) for each in (x, stats, dy)):
             return False

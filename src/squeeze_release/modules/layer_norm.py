@@ -28,6 +28,7 @@ class CompensatedLayerNorm(KeepsFloat64):
     differentiated (`native.py`); the way there is `shortest.py`. Elsewhere it is torch's own ops.
     """
 
+    _STATISTICS = ("count", "mean", "m2")
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     count: Tensor
@@ -56,7 +57,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         one, zero = (fill(normalized_shape, device=device, dtype=dtype) for fill in (torch.ones, torch.zeros))
         self.register_parameter("weight", nn.Parameter(one) if elementwise_affine else None)
         self.register_parameter("bias", nn.Parameter(zero) if elementwise_affine and bias else None)
-        for name in ("count", "mean", "m2"):
+        for name in self._STATISTICS:
             self.register_buffer(name, torch.zeros((), device=device, dtype=torch.float64))
         self.register_buffer("_told", self.mean.float().expand(7), persistent=False)
         self._derive()
@@ -103,8 +104,9 @@ class CompensatedLayerNorm(KeepsFloat64):
         image = first and x.dim() == 4
         if first and not image:
             x = x.movedim(1, -1)
-        out = None
-        if self._buffers["mean"] is self._known and not is_dynamo_compiling():
+        out, own, (count, mean, m2) = None, self._buffers, self._known
+        known = own["count"] is count and own["mean"] is mean and own["m2"] is m2  # `_are_known`, without its loop
+        if known and not is_dynamo_compiling():
             out = shortest.normalize(x, self._parameters, self._numbers, self._kept, image)
         if out is None:
             out = self._elsewhere(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if image else self._elsewhere(x)
@@ -113,7 +115,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         return behind(self, out) if self._modules else out
 
     def _elsewhere(self, x: Tensor) -> Tensor:
-        if not self._as_derived("mean"):
+        if not self._as_derived():
             return self._with_exchanged_buffers(x)
         if is_dynamo_compiling() and x.dtype in FLOATS:
             return _for_a_compiler(x, self.weight, self.bias, self._told, self._kept, self._removed)
@@ -167,7 +169,7 @@ class CompensatedLayerNorm(KeepsFloat64):
             self._numbers = Removed.of(self._kept, *statistics, self.eps)
             # A copy of what forward reads, for mixing float64 scalars in costs a microsecond an op.
             self._buffers["_told"] = self._tell().float()
-        self._known = self.mean
+        self._now_known()
 
     def _tell(self) -> Tensor:
         """What the removed channels add: m_R, M2 / C + eps, m / C, m K / C^2, K m_R / C.
@@ -182,11 +184,11 @@ class CompensatedLayerNorm(KeepsFloat64):
         return torch.stack([mean, base, kept, kept * gone, pull, base / self._kept, pull / self._kept])
 
     def _told_in(self, dtype: torch.dtype) -> Tensor:
-        return self._told if dtype != torch.float64 and self._as_derived("mean") else self._tell().to(dtype)
+        return self._told if dtype != torch.float64 and self._as_derived() else self._tell().to(dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("count", "mean", "m2", "eps", "weight", "bias") and "_told" in self._buffers:
+        if name in (*self._STATISTICS, "eps", "weight", "bias") and "_told" in self._buffers:
             self._derive()
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -210,7 +212,7 @@ def _for_a_compiler(x: Tensor, weight: Parameter, bias: Parameter, told: Tensor,
     wide = x.float()
     mean, base, pull, width = told[0], told[5], told[6], kept + removed
     mu = (wide * (1 / width) + pull).sum(-1, True)
-    square = (mu - wide).square() * (1 / width) + ((mu - mean).square() * (removed / width / kept) + base)
+    square = (mu - wide).square() * (1 / width) + ((mu - mean).square() * (removed / width / max(1, kept)) + base)
     y = (wide - mu) * square.sum(-1, True).rsqrt()
     return scaled(y, weight, bias).to(dtype)
 

@@ -20,6 +20,7 @@ class CompensatedRMSNorm(KeepsFloat64):
     eps: None means that of the input's dtype, as for nn.RMSNorm.
     """
 
+    _STATISTICS = ("count", "squares")
     weight: nn.Parameter | None
     count: Tensor
     squares: Tensor
@@ -42,7 +43,7 @@ class CompensatedRMSNorm(KeepsFloat64):
         self._kept = normalized_shape
         one = torch.full((normalized_shape,), 1.0 - weight_offset, device=device, dtype=dtype)
         self.register_parameter("weight", nn.Parameter(one) if elementwise_affine else None)
-        for name in ("count", "squares"):
+        for name in self._STATISTICS:
             self.register_buffer(name, torch.zeros((), device=device, dtype=torch.float64))
         self._derive()
 
@@ -76,8 +77,8 @@ class CompensatedRMSNorm(KeepsFloat64):
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         norm = torch.linalg.vector_norm(wide, 2, self.channel_dim, True)
-        derived = self._as_derived("squares")
-        gone, squares = (self._removed, self._squares) if derived else (self.count, self.squares)
+        known = self._as_derived()
+        gone, squares = (self._removed, self._squares) if known else (self.count, self.squares)
         total = kept + gone
         y: Tensor = wide * (norm.square() / total + (squares / total + eps)).rsqrt()
         if self.weight is not None:
@@ -89,11 +90,11 @@ class CompensatedRMSNorm(KeepsFloat64):
         # As Python numbers, for reading a tensor in forward would wait for the device.
         if not self.count.is_meta:
             self._removed, self._squares = int(self.count), float(self.squares)
-        self._known = self.squares
+        self._now_known()
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("count", "squares") and "squares" in self._buffers:
+        if name in self._STATISTICS and "squares" in self._buffers:
             self._derive()
 
     def _load_from_state_dict(self, *args: Any) -> None:

@@ -31,7 +31,7 @@ class Seen(NamedTuple):
     differentiable: Launch | None
 
 
-# By width, and whether of images; norms of one kind share kernels, and how to tell that they fit.
+# By width, and whether of images; norms of one kind share kernels, and how to tell that they fit. The latest are first.
 _seen: dict[tuple[int, bool], tuple[Seen, ...]] = {}
 
 
@@ -47,15 +47,18 @@ def normalize(
     kind = kept, image
     # None is no parameter, and missing is one that is made elsewhere: of a parametrized norm.
     weight, bias = parameters.get("weight", _MISSING), parameters.get("bias", _MISSING)
-    for seen in _seen.get(kind, ()):
+    before = _seen.get(kind, ())
+    for place, seen in enumerate(before):
         if seen.same(x, weight, bias):
+            if place > 3:
+                _seen[kind] = (seen, *before[:place], *before[place + 1 :])
             break
     else:
         found = _look(x, weight, bias, kept, image)
         if found is None:
             return None
         # As a whole: another thread may look at the same time.
-        seen, _seen[kind] = found, (found, *_seen.get(kind, ())[: _MOST - 1])
+        seen, _seen[kind] = found, (found, *before[: _MOST - 1])
     if not no_modes():
         return None
     _, tracked, plain, differentiable = seen

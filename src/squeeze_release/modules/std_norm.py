@@ -16,7 +16,7 @@ class CompensatedStdNorm(CompensatedLayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        kept, gone, dim = self._kept, self._removed if self._as_derived("mean") else self.count, self.channel_dim
+        kept, gone, dim = self._kept, self._removed if self._as_derived() else self.count, self.channel_dim
         width = kept + gone
         if x.size(dim) != kept:
             raise RuntimeError(f"CompensatedStdNorm keeps {kept} channels, got an input of shape {tuple(x.shape)}")
