@@ -34,7 +34,6 @@ class CompensatedLayerNorm(KeepsFloat64):
     count: Tensor
     mean: Tensor
     m2: Tensor
-    _told: Tensor
     _numbers: Removed
 
     def __init__(
@@ -53,13 +52,12 @@ class CompensatedLayerNorm(KeepsFloat64):
             raise ValueError(f"channel_dim is -1 (last) or 1 (channels first), not {channel_dim}")
         self.eps, self.channel_dim = eps, channel_dim
         self._kept, self._removed = normalized_shape, 0
-        self._numbers = Removed.of(normalized_shape, 0, 0.0, 0.0, eps)
         one, zero = (fill(normalized_shape, device=device, dtype=dtype) for fill in (torch.ones, torch.zeros))
         self.register_parameter("weight", nn.Parameter(one) if elementwise_affine else None)
         self.register_parameter("bias", nn.Parameter(zero) if elementwise_affine and bias else None)
         for name in self._STATISTICS:
             self.register_buffer(name, torch.zeros((), device=device, dtype=torch.float64))
-        self.register_buffer("_told", self.mean.float().expand(7), persistent=False)
+        self._numbers = Removed.of(normalized_shape, 0, 0.0, 0.0, eps)
         self._derive()
 
     def merge(self, constants: Tensor) -> None:
@@ -115,10 +113,8 @@ class CompensatedLayerNorm(KeepsFloat64):
         return behind(self, out) if self._modules else out
 
     def _elsewhere(self, x: Tensor) -> Tensor:
-        if not self._as_derived():
-            return self._with_exchanged_buffers(x)
-        if is_dynamo_compiling() and x.dtype in FLOATS:
-            return _for_a_compiler(x, self.weight, self.bias, self._told, self._kept, self._removed)
+        if not self._as_derived() or (is_dynamo_compiling() and x.is_floating_point()):
+            return self._written_out(x)
         own = self._parameters
         # Where they are parameters, as they mostly are, this spares a microsecond.
         found = "weight" in own and "bias" in own
@@ -132,15 +128,13 @@ class CompensatedLayerNorm(KeepsFloat64):
         return self._normalize(x.float(), weight, bias).to(dtype) if half else self._normalize(x, weight, bias)
 
     def _normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        gone, width, told = self._removed, self._kept + self._removed, self._told_in(x.dtype)
-        mean, base, pull = told[0], told[1], told[4]
+        mean, share, _, base, inverse = self._numbers
         x = x.contiguous()  # as F.layer_norm's output is; and a norm over a strided dimension costs ten copies
         # In the fewest passes: y is centred on the full mean, and then C var = |y|^2 + M2 + K (mu - m_R)^2.
-        mu = torch.add(pull, x.sum(-1, True), alpha=1 / width)
+        mu: Tensor = x.sum(-1, True) * inverse + share * mean
         y, shift = x - mu, mu - mean
         norm = torch.linalg.vector_norm(y, 2, -1, True)
-        var = torch.addcmul(base, shift, shift, value=gone / width)
-        rstd = torch.addcmul(var, norm, norm, value=1 / width).rsqrt()
+        rstd = torch.addcmul(shift.square() * share + base, norm, norm, value=inverse).rsqrt()
         if not torch.is_grad_enabled() and nobody_watches():
             # Only y is large, so nothing else need be allocated: fresh pages cost more than the arithmetic.
             y = y.mul_(rstd)
@@ -151,12 +145,15 @@ class CompensatedLayerNorm(KeepsFloat64):
         y = y * rstd
         return scaled(y, weight, bias) if weight is None or bias is None else torch.addcmul(bias, y, weight)
 
-    def _with_exchanged_buffers(self, x: Tensor) -> Tensor:
-        """With the statistics that are there now, as tensors."""
+    def _written_out(self, x: Tensor) -> Tensor:
+        """As F.layer_norm is decomposed, for a compiler to make no more kernels of it.
+
+        With numbers: a kernel that reads too many tensors it would split.
+        """
         _check(x, self._kept)
-        dtype = output_dtype(x)
-        x = (x.float() if x.dtype in FLOATS else x).contiguous()
-        y = centred_and_scaled(x, -1, self._tell().to(x.dtype))
+        x, dtype = x.contiguous(), output_dtype(x)  # as F.layer_norm's output is
+        wide = x.float() if x.dtype in FLOATS else x
+        y = centred_and_scaled(wide, -1, self._kept, self._told(wide.dtype)) if self._kept else wide
         return scaled(y, self.weight, self.bias).to(dtype)
 
     def _derive(self) -> None:
@@ -165,30 +162,21 @@ class CompensatedLayerNorm(KeepsFloat64):
         if not self.count.is_meta:
             self._removed = int(self.count)
         if not (self.count.is_meta or self.mean.is_meta or self.m2.is_meta):
-            statistics = self._removed, float(self.mean), float(self.m2)
-            self._numbers = Removed.of(self._kept, *statistics, self.eps)
-            # A copy of what forward reads, for mixing float64 scalars in costs a microsecond an op.
-            self._buffers["_told"] = self._tell().float()
+            self._numbers = Removed.of(self._kept, self._removed, float(self.mean), float(self.m2), self.eps)
         self._now_known()
 
-    def _tell(self) -> Tensor:
-        """What the removed channels add: m_R, M2 / C + eps, m / C, m K / C^2, K m_R / C.
-
-        And the share that each of the m kept ones has in the second and the last: (M2 / C + eps) / m, (K m_R / C) / m.
-        """
-        mean = self.mean
-        count, m2 = self.count.to(mean.device), self.m2.to(mean.device)  # a replica is given the three one by one
-        width = count + self._kept
-        kept, gone, base = self._kept / width, count / width, m2 / width + self.eps
-        pull = gone * mean
-        return torch.stack([mean, base, kept, kept * gone, pull, base / self._kept, pull / self._kept])
-
-    def _told_in(self, dtype: torch.dtype) -> Tensor:
-        return self._told if dtype != torch.float64 and self._as_derived() else self._tell().to(dtype)
+    def _told(self, dtype: torch.dtype) -> Removed:
+        """What the removed channels add: as numbers, or of statistics that were put in place unasked, as tensors."""
+        if self._as_derived():
+            return self._numbers
+        device = self.mean.device  # a replica is given the three one by one
+        count, mean, m2 = (each.to(device) for each in self.removed_statistics())
+        tensors = torch.stack([*Removed.of(self._kept, count, mean, m2, self.eps)])
+        return Removed(*tensors.to(dtype).unbind())
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in (*self._STATISTICS, "eps", "weight", "bias") and "_told" in self._buffers:
+        if name in (*self._STATISTICS, "eps", "weight", "bias") and "_numbers" in vars(self):
             self._derive()
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -199,30 +187,12 @@ class CompensatedLayerNorm(KeepsFloat64):
         return f"{self._kept}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"
 
 
-def _for_a_compiler(x: Tensor, weight: Parameter, bias: Parameter, told: Tensor, kept: int, removed: int) -> Tensor:
-    """Written out, of which inductor makes one kernel together with what comes before and behind.
-
-    It stops where an expression has too many operations, or reads more than eight numbers of different places. So all
-    that the removed channels add goes into the two sums, with every kept channel a part of it, and what follows from
-    counts is a constant. And what is used twice it writes to memory, if it reads more than four: so the difference from
-    the mean is written in two ways, once for each use.
-    """
-    _check(x, kept)
-    x, dtype = x.contiguous(), output_dtype(x)  # as F.layer_norm's output is
-    wide = x.float()
-    mean, base, pull, width = told[0], told[5], told[6], kept + removed
-    mu = (wide * (1 / width) + pull).sum(-1, True)
-    square = (mu - wide).square() * (1 / width) + ((mu - mean).square() * (removed / width / max(1, kept)) + base)
-    y = (wide - mu) * square.sum(-1, True).rsqrt()
-    return scaled(y, weight, bias).to(dtype)
-
-
-def centred_and_scaled(x: Tensor, dims: int | tuple[int, ...], told: Tensor) -> Tensor:
-    mean, base, kept, cross = told[0], told[1], told[2], told[3]
+def centred_and_scaled(x: Tensor, dims: int | tuple[int, ...], kept: int, removed: Removed) -> Tensor:
     var, mu = torch.var_mean(x, dims, correction=0, keepdim=True)
-    shift = mu - mean
-    var = var * kept + shift.square() * cross + base
-    return (x - (mean + shift * kept)) * torch.rsqrt(var)
+    away: Tensor = mu - removed.mean
+    pull: Tensor = away * removed.share  # by so much the full mean is nearer to that of the removed
+    var = (var + away * pull) * (kept * removed.inverse) + removed.base
+    return (x - mu + pull) * torch.rsqrt(var)
 
 
 def scaled(y: Tensor, weight: Parameter, bias: Parameter) -> Tensor:

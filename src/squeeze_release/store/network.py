@@ -9,12 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..modules.state import KeepsFloat64
 from ..record import RECORD, Record, Structure, changes, record_of
 from .archive import Misfit
 from .standins import PLAIN, STAND_INS, numbers_of, takes_over
-
-_DERIVED = ("_told",)  # a buffer of our norms that follows from others
 
 
 class Slot(NamedTuple):
@@ -51,7 +48,6 @@ def slots(model: nn.Module) -> dict[str, Slot]:
         Slot(path, module, name)
         for path, module in model.named_modules(remove_duplicate=False)
         for name in (*module._parameters, *module._buffers)
-        if not (isinstance(module, KeepsFloat64) and name in _DERIVED)
     ]
     return {slot.full_name: slot for slot in found}
 
