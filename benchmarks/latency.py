@@ -126,8 +126,8 @@ def prepared(model: nn.Module, x: Tensor, how: str, options: argparse.Namespace)
     network: Any = copy.deepcopy(model).to(x.device, x.dtype)
     if how == "compiled":
         # In a function of its own: what is compiled belongs to code, and networks of one class would look through each
-        # other's at every call.
-        exec("def run(x): return network(x)", scope := {"network": network})
+        # other's at every call. In a file that there is, for torch 2.11 wraps all others in one and the same function.
+        exec(compile("def run(x): return network(x)", __file__, "exec"), scope := {"network": network})
         network = torch.compile(scope["run"], dynamic=False)
         with time_limit(options.compile_seconds):
             call()

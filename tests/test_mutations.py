@@ -141,7 +141,7 @@ def first_half(needed: Callable[..., Tensor], live: Live, labels: Tensor) -> Ten
 
 def wrong_mean(merge: Callable[..., None], self: CompensatedLayerNorm, constants: Tensor) -> None:
     merge(self, constants)
-    self.mean = self.mean + 0.1
+    self.statistics = self.statistics + torch.tensor([0, 0.1, 0])
 
 
 def wrong_spread(merge: Callable[..., None], self: CompensatedLayerNorm, constants: Tensor) -> None:
@@ -150,7 +150,7 @@ def wrong_spread(merge: Callable[..., None], self: CompensatedLayerNorm, constan
 
 def wrong_count(merge: Callable[..., None], self: CompensatedRMSNorm, constants: Tensor) -> None:
     merge(self, constants)
-    self.count = self.count - 1
+    self.statistics = self.statistics - torch.tensor([1, 0])
 
 
 def negated(find: Callable[..., Tensor | None], *args: Any) -> Tensor | None:

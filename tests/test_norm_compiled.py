@@ -10,11 +10,13 @@ import pytest
 import torch
 from test_fused import DEVICE, near
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor import metrics
 from torch.func import functional_call
 
 from squeeze_release import CompensatedLayerNorm
+from squeeze_release.modules import layer_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")  # inductor's own
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -115,6 +117,14 @@ def test_no_more_kernels_than_a_layer_norm(where: Any, plain: Any, channel_dim: 
     assert kernels[0] <= kernels[1]
 
 
+@BOTH
+@torch.no_grad()
+def test_as_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_norm, "_is_split_by_a_compiler", lambda x: True)
+    made, x = norm(48, 20, dtype, channel_dim=1), torch.randn(2, 48, 5, 7).to(dtype)
+    near(torch.compile(made, fullgraph=True)(x), copy.deepcopy(made).double()(x.double()))
+
+
 def test_it_is_compiled_as_such_and_not_as_for_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     made, x = norm(6, 3), torch.randn(5, 6)
     want = copy.deepcopy(made).double()(x.double())
@@ -128,17 +138,6 @@ def test_numbers_that_change_are_compiled_again() -> None:
     for change in (lambda: None, lambda: made.merge(torch.randn(4)), lambda: setattr(made, "eps", 0.5)):
         change()
         near(compiled(x), copy.deepcopy(made).double()(x.double()))
-
-
-@pytest.mark.parametrize("name", ["count", "mean", "m2"])
-@torch.no_grad()
-def test_one_buffer_that_is_exchanged(name: str) -> None:
-    made, x = norm(6, 3), torch.randn(5, 6)
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
-    compiled(x)
-    other, given = copy.deepcopy(made), torch.tensor(7.0, dtype=torch.float64)
-    setattr(other, name, given)
-    near(functional_call(compiled, {f"_orig_mod.{name}": given}, (x,)), other.double()(x.double()))
 
 
 def test_of_no_channels_nothing_is_left() -> None:
@@ -160,6 +159,24 @@ def test_buffers_that_are_exchanged(inside: bool) -> None:
     else:
         near(functional_call(compiled, {f"_orig_mod.{name}": each for name, each in state.items()}, (x,)), want)
     near(compiled(x), copy.deepcopy(made).double()(x.double()))
+
+
+@torch.no_grad()
+def test_an_ensemble() -> None:
+    both, x = [norm(6, 3), norm(6, 5, offset=9)], torch.randn(5, 6)
+    parameters, buffers = torch.func.stack_module_state(both)
+    call = torch.vmap(lambda p, b: functional_call(both[0], (p, b), (x,)))
+    y = torch.compile(call, backend="aot_eager")(parameters, buffers)
+    near(y, torch.stack([copy.deepcopy(each).double()(x.double()) for each in both]))
+
+
+def test_blocks_that_are_compiled_one_by_one_share_a_graph() -> None:
+    blocks, x = nn.ModuleList([Block(norm(48, removed)) for removed in range(12)]), torch.randn(5, 48)
+    counters.clear()
+    for block in blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(block(x, x), copy.deepcopy(block).forward(x, x))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_integers_are_not_cut_off() -> None:

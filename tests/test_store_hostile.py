@@ -303,13 +303,24 @@ def test_indices_of_another_kind(name, tmp_path):
 @pytest.mark.parametrize("count", [-1.0, 1e300, torch.inf, torch.nan, 2.5, 99.0])
 def test_counts_that_no_norm_can_have(count, tmp_path):
     def change(file: File) -> None:
-        name = next(name for name in file.tensors if name.endswith(".count"))
-        file.tensors[name].fill_(count)
+        name = next(name for name in file.tensors if name.endswith(".statistics"))
+        file.tensors[name][0] = count
 
     what, where, _ = edited("residual", tmp_path / "net", change)
     assert what.startswith(("no channels that were removed give", "it keeps 6 channels and lost ")) and where in (
-        "block.body.0.count",
+        "block.body.0.statistics",
         "block.body.0",
+    )
+
+
+@pytest.mark.parametrize("statistics", [(), (2.0, 0.0), (2.0, 0.0, 1.0, 0.0), (2.0, 0.0, -1.0), (2.0, torch.nan, 1.0)])
+def test_statistics_that_no_norm_can_have(statistics, tmp_path):
+    def change(file: File) -> None:
+        file.tensors["block.body.0.statistics"] = torch.tensor(statistics, dtype=torch.float64)
+
+    what, where, _ = edited("residual", tmp_path / "net", change)
+    assert (
+        what.startswith(("no channels that were removed give", "its shape is [")) and where == "block.body.0.statistics"
     )
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm, CompensatedStdNorm
-from .modules.state import behind
+from .modules.state import KeepsFloat64, behind
 
 _library = torch.library.Library("squeeze_release", "DEF")
 _library.define(
@@ -124,7 +124,7 @@ def as_one_op(module: nn.Module) -> Iterator[None]:
         yield
         return
 
-    removed = tuple(float(number) for number in module.removed_statistics()) if _is_ours(module) else ()  # type: ignore[operator]
+    removed = module.statistics.tolist() if isinstance(module, KeepsFloat64) else []
 
     def forward(x: Tensor) -> Tensor:
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -149,10 +149,6 @@ def as_one_op(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         del module.__dict__["forward"]
-
-
-def _is_ours(module: nn.Module) -> bool:
-    return isinstance(module, (CompensatedLayerNorm, CompensatedRMSNorm))
 
 
 def recognise(module: nn.Module) -> Norm | None:

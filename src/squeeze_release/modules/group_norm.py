@@ -21,6 +21,6 @@ class CompensatedGroupNorm(CompensatedLayerNorm):
             shape = tuple(x.shape)
             raise RuntimeError(f"CompensatedGroupNorm keeps {self._kept} channels, got an input of shape {shape}")
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        y = centred_and_scaled(wide, tuple(range(1, x.dim())), self._kept, self._told(wide.dtype))
+        y = centred_and_scaled(wide, tuple(range(1, x.dim())), self._kept, self.statistics, self.eps)
         weight, bias = (None if p is None else p.view(-1, *[1] * (x.dim() - 2)) for p in (self.weight, self.bias))
         return behind(self, scaled(y, weight, bias).to(x.dtype))

@@ -27,17 +27,17 @@ _USUAL = DispatchKeySet(DispatchKey.BackendSelect).add(DispatchKey.ADInplaceOrVi
 
 
 class Removed(NamedTuple):
-    """What is to know of the removed channels: numbers, or tensors of one. Kernels are handed float32."""
+    """What the kernels know of the removed channels. Computed in float64, handed over as float32."""
 
-    mean: Any  # m_R
-    share: Any  # K / C
-    cross: Any  # m K / C^2
-    base: Any  # M2 / C + eps
-    inverse: Any  # 1 / C
+    mean: float  # m_R
+    share: float  # K / C
+    cross: float  # m K / C^2
+    base: float  # M2 / C + eps
+    inverse: float  # 1 / C
 
     @classmethod
-    def of(cls, kept: int, count: Any, mean: Any, m2: Any, eps: float) -> Removed:
-        width = max(1, kept) + count
+    def of(cls, kept: int, count: int, mean: float, m2: float, eps: float) -> Removed:
+        width = max(1, kept + count)
         return cls(mean, count / width, kept * count / width**2, m2 / width + eps, 1 / width)
 
 

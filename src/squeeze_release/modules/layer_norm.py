@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -21,19 +19,17 @@ class CompensatedLayerNorm(KeepsFloat64):
 
         mu = (m mu_A + K m_R) / C        var = (m var_A + M2 + (m K / C) (mu_A - m_R)^2) / C
 
-    the paper's equation (1), arranged so that nothing cancels. The three follow the module's device, never its dtype:
-    in half precision M2 would overflow. Change them by `merge`, `load_state_dict` or assignment, not in place.
+    the paper's equation (1), arranged so that nothing cancels. The three are one buffer, `statistics`, that follows
+    the module's device, never its dtype: in half precision M2 would overflow. Change it by `merge`, `load_state_dict`
+    or assignment, not in place.
 
     In eager it is one kernel: on an NVIDIA GPU with Triton forward and backward (`fused.py`), on a CPU where nothing is
     differentiated (`native.py`); the way there is `shortest.py`. Elsewhere it is torch's own ops.
     """
 
-    _STATISTICS = ("count", "mean", "m2")
+    _CHANGES = ("statistics", "eps", "weight", "bias")
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    count: Tensor
-    mean: Tensor
-    m2: Tensor
     _numbers: Removed
 
     def __init__(
@@ -51,23 +47,21 @@ class CompensatedLayerNorm(KeepsFloat64):
         if channel_dim not in (-1, 1):
             raise ValueError(f"channel_dim is -1 (last) or 1 (channels first), not {channel_dim}")
         self.eps, self.channel_dim = eps, channel_dim
-        self._kept, self._removed = normalized_shape, 0
+        self._kept = normalized_shape
         one, zero = (fill(normalized_shape, device=device, dtype=dtype) for fill in (torch.ones, torch.zeros))
         self.register_parameter("weight", nn.Parameter(one) if elementwise_affine else None)
         self.register_parameter("bias", nn.Parameter(zero) if elementwise_affine and bias else None)
-        for name in self._STATISTICS:
-            self.register_buffer(name, torch.zeros((), device=device, dtype=torch.float64))
         self._numbers = Removed.of(normalized_shape, 0, 0.0, 0.0, eps)
-        self._derive()
+        self._forget(3, device)
 
     def merge(self, constants: Tensor) -> None:
         """Remember more removed channels, by their constants: the pairwise update of Chan et al., in float64."""
-        new = constants.detach().to(self.mean).flatten()
+        new = constants.detach().to(self.statistics).flatten()
         if new.numel():
-            delta, share = new.mean() - self.mean, new.numel() / (self.count + new.numel())
-            self.m2 = self.m2 + (new - new.mean()).square().sum() + delta.square() * self.count * share
-            self.mean = self.mean + delta * share
-            self.count = self.count + new.numel()
+            count, mean, m2 = self.statistics
+            delta, share = new.mean() - mean, new.numel() / (count + new.numel())
+            m2 = m2 + (new - new.mean()).square().sum() + delta.square() * count * share
+            self.statistics = torch.stack([count + new.numel(), mean + delta * share, m2])
 
     @property
     def normalized_shape(self) -> tuple[int]:
@@ -80,12 +74,12 @@ class CompensatedLayerNorm(KeepsFloat64):
         self._derive()
 
     @property
-    def removed(self) -> int:
-        """How many channels are gone: K."""
-        return self._removed
+    def mean(self) -> Tensor:
+        return self.statistics[1]
 
-    def removed_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.count, self.mean, self.m2
+    @property
+    def m2(self) -> Tensor:
+        return self.statistics[2]
 
     @property
     def S(self) -> Tensor:
@@ -102,9 +96,8 @@ class CompensatedLayerNorm(KeepsFloat64):
         image = first and x.dim() == 4
         if first and not image:
             x = x.movedim(1, -1)
-        out, own, (count, mean, m2) = None, self._buffers, self._known
-        known = own["count"] is count and own["mean"] is mean and own["m2"] is m2  # `_are_known`, without its loop
-        if known and not is_dynamo_compiling():
+        out = None
+        if not is_dynamo_compiling() and self._buffers["statistics"] is self._known:
             out = shortest.normalize(x, self._parameters, self._numbers, self._kept, image)
         if out is None:
             out = self._elsewhere(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if image else self._elsewhere(x)
@@ -113,7 +106,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         return behind(self, out) if self._modules else out
 
     def _elsewhere(self, x: Tensor) -> Tensor:
-        if not self._as_derived() or (is_dynamo_compiling() and x.is_floating_point()):
+        if (is_dynamo_compiling() and x.is_floating_point()) or not self._as_derived():
             return self._written_out(x)
         own = self._parameters
         # Where they are parameters, as they mostly are, this spares a microsecond.
@@ -146,53 +139,42 @@ class CompensatedLayerNorm(KeepsFloat64):
         return scaled(y, weight, bias) if weight is None or bias is None else torch.addcmul(bias, y, weight)
 
     def _written_out(self, x: Tensor) -> Tensor:
-        """As F.layer_norm is decomposed, for a compiler to make no more kernels of it.
-
-        With numbers: a kernel that reads too many tensors it would split.
-        """
+        """Of the statistics that are there, as F.layer_norm is decomposed: a compiler makes no more kernels of it."""
         _check(x, self._kept)
         x, dtype = x.contiguous(), output_dtype(x)  # as F.layer_norm's output is
         wide = x.float() if x.dtype in FLOATS else x
-        y = centred_and_scaled(wide, -1, self._kept, self._told(wide.dtype)) if self._kept else wide
+        y = centred_and_scaled(wide, -1, self._kept, self.statistics, self.eps) if self._kept else wide
         return scaled(y, self.weight, self.bias).to(dtype)
 
     def _derive(self) -> None:
         weight = getattr(self, "weight", None)
         self._kept = self._kept if weight is None else weight.numel()
-        if not self.count.is_meta:
-            self._removed = int(self.count)
-        if not (self.count.is_meta or self.mean.is_meta or self.m2.is_meta):
-            self._numbers = Removed.of(self._kept, self._removed, float(self.mean), float(self.m2), self.eps)
-        self._now_known()
+        super()._derive()
 
-    def _told(self, dtype: torch.dtype) -> Removed:
-        """What the removed channels add: as numbers, or of statistics that were put in place unasked, as tensors."""
-        if self._as_derived():
-            return self._numbers
-        device = self.mean.device  # a replica is given the three one by one
-        count, mean, m2 = (each.to(device) for each in self.removed_statistics())
-        tensors = torch.stack([*Removed.of(self._kept, count, mean, m2, self.eps)])
-        return Removed(*tensors.to(dtype).unbind())
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in (*self._STATISTICS, "eps", "weight", "bias") and "_numbers" in vars(self):
-            self._derive()
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._derive()
+    def _take(self, count: float, *statistics: float) -> None:
+        super()._take(count)
+        mean, m2 = statistics
+        self._numbers = Removed.of(self._kept, self._removed, mean, m2, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self._kept}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"
 
 
-def centred_and_scaled(x: Tensor, dims: int | tuple[int, ...], kept: int, removed: Removed) -> Tensor:
+def centred_and_scaled(x: Tensor, dims: int | tuple[int, ...], kept: int, statistics: Tensor, eps: float) -> Tensor:
     var, mu = torch.var_mean(x, dims, correction=0, keepdim=True)
-    away: Tensor = mu - removed.mean
-    pull: Tensor = away * removed.share  # by so much the full mean is nearer to that of the removed
-    var = (var + away * pull) * (kept * removed.inverse) + removed.base
-    return (x - mu + pull) * torch.rsqrt(var)
+    count, mean, m2 = statistics.to(x.dtype)
+    width, away = count + kept, mu - mean
+    centre: Tensor = mu - away * (count / width)
+    scale: Tensor = ((var * kept + m2 + away.square() * (kept * count / width)) / width + eps).rsqrt()
+    if _is_split_by_a_compiler(x):
+        # For what is a view of memory is computed once, and not for each element again.
+        centre, scale = (each.as_strided(each.shape, each.stride()) for each in (centre, scale))
+    return (x - centre) * scale
+
+
+def _is_split_by_a_compiler(x: Tensor) -> bool:
+    """On a GPU inductor makes two kernels of an expression that is long; with gradients, it keeps what they need."""
+    return x.is_cuda and is_dynamo_compiling() and not torch.is_grad_enabled()
 
 
 def scaled(y: Tensor, weight: Parameter, bias: Parameter) -> Tensor:

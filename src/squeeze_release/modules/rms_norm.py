@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -14,16 +12,15 @@ class CompensatedRMSNorm(KeepsFloat64):
     """RMSNorm that remembers the constant channels it lost: same output on the kept channels, at the kept width.
 
     Of the K removed channels it stores `count` K and `squares`, the sum of their squares, in float64. With m kept
-    channels the mean square is (|x|^2 + squares) / (m + K). The two follow the module's device, never its dtype.
+    channels the mean square is (|x|^2 + squares) / (m + K). The two are one buffer, `statistics`, which follows the
+    module's device, never its dtype.
 
     weight_offset: what is added to the weight (Gemma stores it as its difference from 1).
     eps: None means that of the input's dtype, as for nn.RMSNorm.
     """
 
-    _STATISTICS = ("count", "squares")
     weight: nn.Parameter | None
-    count: Tensor
-    squares: Tensor
+    _squares: float
 
     def __init__(
         self,
@@ -43,15 +40,13 @@ class CompensatedRMSNorm(KeepsFloat64):
         self._kept = normalized_shape
         one = torch.full((normalized_shape,), 1.0 - weight_offset, device=device, dtype=dtype)
         self.register_parameter("weight", nn.Parameter(one) if elementwise_affine else None)
-        for name in self._STATISTICS:
-            self.register_buffer(name, torch.zeros((), device=device, dtype=torch.float64))
-        self._derive()
+        self._squares = 0.0
+        self._forget(2, device)
 
     def merge(self, constants: Tensor) -> None:
         """Remember more removed channels, by their constants."""
-        new = constants.detach().to(self.squares).flatten()
-        self.count = self.count + new.numel()
-        self.squares = self.squares + new.square().sum()
+        new = constants.detach().to(self.statistics).flatten()
+        self.statistics = torch.stack([self.count + new.numel(), self.squares + new.square().sum()])
 
     @property
     def normalized_shape(self) -> tuple[int]:
@@ -63,12 +58,8 @@ class CompensatedRMSNorm(KeepsFloat64):
         self._kept = shape[0]
 
     @property
-    def removed(self) -> int:
-        """How many channels are gone: K."""
-        return self._removed
-
-    def removed_statistics(self) -> tuple[Tensor, Tensor]:
-        return self.count, self.squares
+    def squares(self) -> Tensor:
+        return self.statistics[1]
 
     def forward(self, x: Tensor) -> Tensor:
         kept = self.normalized_shape[0]
@@ -77,8 +68,8 @@ class CompensatedRMSNorm(KeepsFloat64):
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         norm = torch.linalg.vector_norm(wide, 2, self.channel_dim, True)
-        known = self._as_derived()
-        gone, squares = (self._removed, self._squares) if known else (self.count, self.squares)
+        # As numbers, where they are known: a tensor more to read is one more to start a kernel for.
+        gone, squares = (self._removed, self._squares) if self._as_derived() else self.statistics.to(wide.dtype)
         total = kept + gone
         y: Tensor = wide * (norm.square() / total + (squares / total + eps)).rsqrt()
         if self.weight is not None:
@@ -86,20 +77,9 @@ class CompensatedRMSNorm(KeepsFloat64):
             y = y * (weight if self.channel_dim == -1 else weight.reshape(-1, *[1] * (x.dim() - 2)))
         return behind(self, y.to(x.dtype))
 
-    def _derive(self) -> None:
-        # As Python numbers, for reading a tensor in forward would wait for the device.
-        if not self.count.is_meta:
-            self._removed, self._squares = int(self.count), float(self.squares)
-        self._now_known()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in self._STATISTICS and "squares" in self._buffers:
-            self._derive()
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._derive()
+    def _take(self, count: float, *statistics: float) -> None:
+        super()._take(count)
+        (self._squares,) = statistics
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape[0]}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"

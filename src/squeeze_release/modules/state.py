@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
@@ -23,36 +24,63 @@ def behind(module: nn.Module, x: Tensor) -> Tensor:
 
 
 class KeepsFloat64(nn.Module):
-    """A module whose buffers follow its device but not its dtype: in half precision a sum of squares overflows.
+    """A norm's `statistics` of the channels it lost: a buffer that follows its device but not its dtype.
 
-    What forward reads are numbers derived of its _STATISTICS. `_known` are these buffers, as they were then.
+    In half precision a sum of squares overflows. What forward reads are numbers derived of the statistics: `_known` is
+    this buffer as it was then.
     """
 
-    _STATISTICS: ClassVar[tuple[str, ...]]
-    _known: tuple[Tensor | None, ...]
+    statistics: Tensor
+    _known: Tensor
+    _removed: int
+    _CHANGES: ClassVar[tuple[str, ...]] = ("statistics",)  # what the numbers are derived of
+
+    def _forget(self, statistics: int, device: torch.device | str | None) -> None:
+        """Begin with no channel lost."""
+        self.register_buffer("statistics", torch.zeros(statistics, device=device, dtype=torch.float64))
+        self._removed = 0
+        self._derive()
+
+    @property
+    def removed(self) -> int:
+        """How many channels are gone: K."""
+        return self._removed
+
+    @property
+    def count(self) -> Tensor:
+        return self.statistics[0]
+
+    def _derive(self) -> None:
+        if not self.statistics.is_meta:
+            self._take(*self.statistics.tolist())
+        self._known = self.statistics
+
+    def _take(self, count: float, *statistics: float) -> None:
+        """Derive what forward reads."""
+        self._removed = int(count)
 
     def _as_derived(self) -> bool:
-        """Whether the numbers are those of the buffers: torch.func.functional_call puts others in place without asking.
+        """Whether the numbers are those of the buffer: torch.func.functional_call puts another in place without asking.
 
-        So does an export without dynamo, but those are fakes of the same numbers.
+        So does an export without dynamo, but that is a fake of the same numbers.
         """
-        return self._are_known() or (is_compiling() and not is_dynamo_compiling())
-
-    def _are_known(self) -> bool:
-        own = self._buffers
-        return all(own[name] is known for name, known in zip(self._STATISTICS, self._known, strict=True))
-
-    def _now_known(self) -> None:
-        self._known = tuple(self._buffers[name] for name in self._STATISTICS)
+        return self._buffers["statistics"] is self._known or (is_compiling() and not is_dynamo_compiling())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        known = self._are_known()
+        before, known = self.statistics, self.statistics is self._known
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():
-            new = self._buffers[name]
-            if new is not None and new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device)
+        new = self.statistics
+        if new.dtype != before.dtype:
+            new = self._buffers["statistics"] = before.to(new.device)
         if known:
-            self._now_known()  # the same numbers, elsewhere
+            self._known = new  # the same numbers, elsewhere
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self._CHANGES and "_known" in vars(self):
+            self._derive()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._derive()

@@ -16,14 +16,14 @@ class CompensatedStdNorm(CompensatedLayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        kept, gone, dim = self._kept, self._removed if self._as_derived() else self.count, self.channel_dim
-        width = kept + gone
+        kept, dim = self._kept, self.channel_dim
         if x.size(dim) != kept:
             raise RuntimeError(f"CompensatedStdNorm keeps {kept} channels, got an input of shape {tuple(x.shape)}")
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         var, mu = torch.var_mean(wide, dim, correction=0, keepdim=True)
-        removed_mean, m2 = self.mean.to(wide.dtype), self.m2.to(wide.dtype)
-        squares = var * kept + (mu - removed_mean).square() * (kept * gone / width) + m2
+        count, mean, m2 = self.statistics.to(wide.dtype)
+        width = count + kept
+        squares = var * kept + (mu - mean).square() * (kept * count / width) + m2
         y = wide * torch.rsqrt(squares / (width - 1) + self.eps)
         if self.weight is not None:
             y = y * (self.weight if dim == -1 else self.weight.view(-1, *[1] * (x.dim() - 2)))

@@ -125,7 +125,7 @@ def _fill(model: nn.Module, archive: Archive, known: set[str]) -> None:
             raise Misfit("the file has no such tensor", name)
     for module in model.modules():
         if isinstance(module, KeepsFloat64):
-            module._derive()  # type: ignore[operator]
+            module._derive()
 
 
 def _put(mine: list[Slot], tensor: torch.Tensor, trained: bool) -> None:

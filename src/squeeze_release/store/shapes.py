@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,10 +49,14 @@ def check_tensor(slot: Slot, tensor: Tensor, *, exact: bool) -> None:
     elif len(shape) != old.dim() or (slot.is_persistent and any(n > o for n, o in zip(shape, old.shape, strict=True))):
         raise Misfit(f"its shape is {shape}, that in the full-size model {[*old.shape]}", where)
     _check_dtype(slot, tensor.dtype)
-    if isinstance(slot.module, KeepsFloat64) and tensor.dim() == 0:
-        number = float(tensor)
-        if not math.isfinite(number) or (slot.name != "mean" and number < 0):
-            raise Misfit(f"no channels that were removed give {number}", where)
+    if isinstance(slot.module, KeepsFloat64) and slot.name == "statistics":
+        _check_statistics(tensor, slot.module.statistics, where)
+
+
+def _check_statistics(tensor: Tensor, old: Tensor, where: str) -> None:
+    fits = tensor.shape == old.shape and bool(tensor.isfinite().all())
+    if not fits or tensor[0] < 0 or tensor[-1] < 0:  # a count, and a sum of squares
+        raise Misfit(f"no channels that were removed give {tensor.tolist()}", where)
 
 
 def _check_dtype(slot: Slot, dtype: torch.dtype) -> None:
@@ -158,7 +161,7 @@ def _needs(module: Any) -> Iterator[tuple[str, Shape]]:
         yield from ((f"{which}_proj_weight", (rows, None)) for which, rows in zip("qkv", module._rows, strict=True))
     elif isinstance(module, (CompensatedLayerNorm, CompensatedRMSNorm)):
         yield from ((name, (module._kept,)) for name in ("weight", "bias"))
-        yield from ((name, ()) for name in ("count", "mean", "m2", "squares"))
+        yield "statistics", (len(module.statistics),)
     elif isinstance(module, (Shift, Constant)):
         yield "bias" if isinstance(module, Shift) else "value", (None,)
     if isinstance(module, _INDEXED):
