@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from check import close
 from test_fused import DEVICE, near
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -15,7 +16,7 @@ from torch._inductor import config as inductor
 from torch._inductor import metrics
 from torch.func import functional_call
 
-from squeeze_release import CompensatedLayerNorm
+from squeeze_release import CompensatedLayerNorm, modules
 from squeeze_release.modules import layer_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")  # inductor's own
@@ -177,6 +178,51 @@ def test_blocks_that_are_compiled_one_by_one_share_a_graph() -> None:
         block.compile(fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(block(x, x), copy.deepcopy(block).forward(x, x))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.export's own
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["LayerNorm", "GroupNorm", "StdNorm", "RMSNorm"])
+@torch.no_grad()
+def test_exported_it_takes_other_statistics(name: str, strict: bool) -> None:
+    one, other = (getattr(modules, f"Compensated{name}")(6, dtype=torch.float64) for _ in range(2))
+    one.merge(torch.randn(3)), other.merge(torch.randn(5) + 9)
+    x, state = torch.randn(5, 6, dtype=torch.float64), dict(other.named_buffers())
+    program = torch.export.export(one, (x,), strict=strict).module()
+    close(program(x), one(x))
+    program.load_state_dict(other.state_dict())
+    close(program(x), other(x))
+
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = one
+
+        def forward(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+            result: Tensor = functional_call(self.norm, state, (x,))
+            return result
+
+    close(torch.export.export(Given(), (x, state), strict=strict).module()(x, state), other(x))
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "GroupNorm", "StdNorm", "RMSNorm"])
+@torch.no_grad()
+def test_all_norms_follow_a_merge(name: str) -> None:
+    made, x = getattr(modules, f"Compensated{name}")(6, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    counters.clear()
+    for _ in range(12):
+        close(compiled(x), made(x))
+        made.merge(torch.randn(2) + 3)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "GroupNorm"])
+@torch.no_grad()
+def test_large_numbers_do_not_overflow(name: str) -> None:
+    made, x = getattr(modules, f"Compensated{name}")(4096), 1e18 * torch.randn(3, 4096)
+    made.merge(1e18 * torch.randn(9))
+    near(torch.compile(made, backend="aot_eager")(x), copy.deepcopy(made).double()(x.double()))
 
 
 def test_integers_are_not_cut_off() -> None:

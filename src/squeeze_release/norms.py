@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm, CompensatedStdNorm
-from .modules.state import KeepsFloat64, behind
+from .modules.state import CompensatedNorm, behind
 
 _library = torch.library.Library("squeeze_release", "DEF")
 _library.define(
@@ -124,7 +124,7 @@ def as_one_op(module: nn.Module) -> Iterator[None]:
         yield
         return
 
-    removed = module.statistics.tolist() if isinstance(module, KeepsFloat64) else []
+    removed = module.statistics.tolist() if isinstance(module, CompensatedNorm) else []
 
     def forward(x: Tensor) -> Tensor:
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)

@@ -27,6 +27,7 @@ from .modules import (
     with_index,
     with_place,
 )
+from .modules.state import CompensatedNorm
 from .norms import Norm
 from .plan import Carry, ConstantRows, Fold, Plain, Plan
 
@@ -228,7 +229,7 @@ def refresh(module: nn.Module) -> None:
 
 def compensated(old: nn.Module, norm: Norm, constants: Tensor) -> nn.Module:
     """The norm on fewer channels, with the statistics of the removed ones."""
-    if isinstance(old, (CompensatedLayerNorm, CompensatedRMSNorm)):
+    if isinstance(old, CompensatedNorm):
         old.normalized_shape = (old.normalized_shape[0] - len(constants),)
         old.merge(constants)
         return old

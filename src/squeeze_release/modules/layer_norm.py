@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from . import fused, shortest
-from .kernel_inputs import FLOATS, Parameter, Removed, nobody_watches, output_dtype
-from .state import KeepsFloat64, behind
+from .kernel_inputs import Parameter, Removed, nobody_watches, output_dtype
+from .state import CompensatedNorm, behind
 
 
-class CompensatedLayerNorm(KeepsFloat64):
+class CompensatedLayerNorm(CompensatedNorm):
     """LayerNorm that remembers the constant channels it lost: same output on the kept channels, at the kept width.
 
     Of the K removed channels it stores `count` K, `mean` m_R and `m2`, the sum of squared deviations, in float64. With
@@ -27,7 +27,7 @@ class CompensatedLayerNorm(KeepsFloat64):
     differentiated (`native.py`); the way there is `shortest.py`. Elsewhere it is torch's own ops.
     """
 
-    _CHANGES = ("statistics", "eps", "weight", "bias")
+    _DERIVED_FROM = ("statistics", "weight", "eps")
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     _numbers: Removed
@@ -47,12 +47,10 @@ class CompensatedLayerNorm(KeepsFloat64):
         if channel_dim not in (-1, 1):
             raise ValueError(f"channel_dim is -1 (last) or 1 (channels first), not {channel_dim}")
         self.eps, self.channel_dim = eps, channel_dim
-        self._kept = normalized_shape
         one, zero = (fill(normalized_shape, device=device, dtype=dtype) for fill in (torch.ones, torch.zeros))
         self.register_parameter("weight", nn.Parameter(one) if elementwise_affine else None)
         self.register_parameter("bias", nn.Parameter(zero) if elementwise_affine and bias else None)
-        self._numbers = Removed.of(normalized_shape, 0, 0.0, 0.0, eps)
-        self._forget(3, device)
+        self._begin(normalized_shape, 3, device)
 
     def merge(self, constants: Tensor) -> None:
         """Remember more removed channels, by their constants: the pairwise update of Chan et al., in float64."""
@@ -62,16 +60,6 @@ class CompensatedLayerNorm(KeepsFloat64):
             delta, share = new.mean() - mean, new.numel() / (count + new.numel())
             m2 = m2 + (new - new.mean()).square().sum() + delta.square() * count * share
             self.statistics = torch.stack([count + new.numel(), mean + delta * share, m2])
-
-    @property
-    def normalized_shape(self) -> tuple[int]:
-        """The kept width, that of the weight; settable for a norm without one."""
-        return (self._kept,)
-
-    @normalized_shape.setter
-    def normalized_shape(self, shape: tuple[int]) -> None:
-        self._kept = shape[0]
-        self._derive()
 
     @property
     def mean(self) -> Tensor:
@@ -106,7 +94,7 @@ class CompensatedLayerNorm(KeepsFloat64):
         return behind(self, out) if self._modules else out
 
     def _elsewhere(self, x: Tensor) -> Tensor:
-        if (is_dynamo_compiling() and x.is_floating_point()) or not self._as_derived():
+        if not self._reads_numbers():
             return self._written_out(x)
         own = self._parameters
         # Where they are parameters, as they mostly are, this spares a microsecond.
@@ -141,15 +129,11 @@ class CompensatedLayerNorm(KeepsFloat64):
     def _written_out(self, x: Tensor) -> Tensor:
         """Of the statistics that are there, as F.layer_norm is decomposed: a compiler makes no more kernels of it."""
         _check(x, self._kept)
-        x, dtype = x.contiguous(), output_dtype(x)  # as F.layer_norm's output is
-        wide = x.float() if x.dtype in FLOATS else x
+        x = x.contiguous()  # as F.layer_norm's output is
+        wide = x if x.dtype == torch.float64 else x.float()
         y = centred_and_scaled(wide, -1, self._kept, self.statistics, self.eps) if self._kept else wide
-        return scaled(y, self.weight, self.bias).to(dtype)
-
-    def _derive(self) -> None:
-        weight = getattr(self, "weight", None)
-        self._kept = self._kept if weight is None else weight.numel()
-        super()._derive()
+        y = scaled(y, self.weight, self.bias)
+        return y.to(output_dtype(x)) if x.is_floating_point() else y
 
     def _take(self, count: float, *statistics: float) -> None:
         super()._take(count)
@@ -164,16 +148,18 @@ def centred_and_scaled(x: Tensor, dims: int | tuple[int, ...], kept: int, statis
     var, mu = torch.var_mean(x, dims, correction=0, keepdim=True)
     count, mean, m2 = statistics.to(x.dtype)
     width, away = count + kept, mu - mean
-    centre: Tensor = mu - away * (count / width)
-    scale: Tensor = ((var * kept + m2 + away.square() * (kept * count / width)) / width + eps).rsqrt()
+    live, gone = kept / width, count / width
+    centre: Tensor = mu - away * gone
+    # Scaled before they are added up: the sum of squares of large numbers overflows where their mean does not.
+    scale: Tensor = (var * live + away.square() * (live * gone) + (m2 / width + eps)).rsqrt()
     if _is_split_by_a_compiler(x):
-        # For what is a view of memory is computed once, and not for each element again.
+        # What is viewed like this must be in memory, so that inductor works it out once and not for each element again.
         centre, scale = (each.as_strided(each.shape, each.stride()) for each in (centre, scale))
     return (x - centre) * scale
 
 
 def _is_split_by_a_compiler(x: Tensor) -> bool:
-    """On a GPU inductor makes two kernels of an expression that is long; with gradients, it keeps what they need."""
+    """On a GPU inductor makes two kernels of an expression that is long. Gradients would be those of a view."""
     return x.is_cuda and is_dynamo_compiling() and not torch.is_grad_enabled()
 
 

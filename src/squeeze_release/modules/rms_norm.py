@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .state import KeepsFloat64, behind
+from .state import CompensatedNorm, behind
 
 
-class CompensatedRMSNorm(KeepsFloat64):
+class CompensatedRMSNorm(CompensatedNorm):
     """RMSNorm that remembers the constant channels it lost: same output on the kept channels, at the kept width.
 
     Of the K removed channels it stores `count` K and `squares`, the sum of their squares, in float64. With m kept
@@ -20,6 +20,7 @@ class CompensatedRMSNorm(KeepsFloat64):
     """
 
     weight: nn.Parameter | None
+    _inverse: float
     _squares: float
 
     def __init__(
@@ -37,11 +38,9 @@ class CompensatedRMSNorm(KeepsFloat64):
         if channel_dim not in (-1, 1):
             raise ValueError(f"channel_dim is -1 (last) or 1 (channels first), not {channel_dim}")
         self.eps, self.weight_offset, self.channel_dim = eps, weight_offset, channel_dim
-        self._kept = normalized_shape
         one = torch.full((normalized_shape,), 1.0 - weight_offset, device=device, dtype=dtype)
         self.register_parameter("weight", nn.Parameter(one) if elementwise_affine else None)
-        self._squares = 0.0
-        self._forget(2, device)
+        self._begin(normalized_shape, 2, device)
 
     def merge(self, constants: Tensor) -> None:
         """Remember more removed channels, by their constants."""
@@ -49,37 +48,33 @@ class CompensatedRMSNorm(KeepsFloat64):
         self.statistics = torch.stack([self.count + new.numel(), self.squares + new.square().sum()])
 
     @property
-    def normalized_shape(self) -> tuple[int]:
-        """The kept width, that of the weight; settable for a norm without one."""
-        return (self._kept if self.weight is None else self.weight.numel(),)
-
-    @normalized_shape.setter
-    def normalized_shape(self, shape: tuple[int]) -> None:
-        self._kept = shape[0]
-
-    @property
     def squares(self) -> Tensor:
         return self.statistics[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = self.normalized_shape[0]
+        kept = self._kept
         if x.shape[self.channel_dim] != kept:
             raise RuntimeError(f"CompensatedRMSNorm keeps {kept} channels, got an input of shape {tuple(x.shape)}")
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         norm = torch.linalg.vector_norm(wide, 2, self.channel_dim, True)
-        # As numbers, where they are known: a tensor more to read is one more to start a kernel for.
-        gone, squares = (self._removed, self._squares) if self._as_derived() else self.statistics.to(wide.dtype)
-        total = kept + gone
-        y: Tensor = wide * (norm.square() / total + (squares / total + eps)).rsqrt()
+        inverse, squares = self._numbers(wide.dtype)
+        y: Tensor = wide * (norm.square() * inverse + (squares * inverse + eps)).rsqrt()
         if self.weight is not None:
             weight = self.weight + self.weight_offset if self.weight_offset else self.weight
             y = y * (weight if self.channel_dim == -1 else weight.reshape(-1, *[1] * (x.dim() - 2)))
         return behind(self, y.to(x.dtype))
 
+    def _numbers(self, dtype: torch.dtype) -> tuple[float, float] | tuple[Tensor, Tensor]:
+        if self._reads_numbers():  # in eager each op on a tensor of one number would start a kernel
+            return self._inverse, self._squares
+        count, squares = self.statistics.to(dtype)
+        return 1 / (count + self._kept), squares
+
     def _take(self, count: float, *statistics: float) -> None:
         super()._take(count)
         (self._squares,) = statistics
+        self._inverse = 1 / max(1, self._kept + self._removed)
 
     def extra_repr(self) -> str:
-        return f"{self.normalized_shape[0]}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"
+        return f"{self._kept}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
@@ -23,23 +23,40 @@ def behind(module: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-class KeepsFloat64(nn.Module):
-    """A norm's `statistics` of the channels it lost: a buffer that follows its device but not its dtype.
+class CompensatedNorm(nn.Module):
+    """What compensated norms share: `statistics` of the channels they lost, a buffer that follows their device.
 
-    In half precision a sum of squares overflows. What forward reads are numbers derived of the statistics: `_known` is
-    this buffer as it was then.
+    It does not follow their dtype, for in half precision a sum of squares overflows. Eager code reads numbers derived
+    of it, and `_known` is the buffer as it was then: torch.func.functional_call puts another in place without asking.
+    A compiler is given the buffer itself.
     """
 
     statistics: Tensor
     _known: Tensor
+    _kept: int
     _removed: int
-    _CHANGES: ClassVar[tuple[str, ...]] = ("statistics",)  # what the numbers are derived of
+    _DERIVED_FROM: ClassVar[tuple[str, ...]] = ("statistics", "weight")
 
-    def _forget(self, statistics: int, device: torch.device | str | None) -> None:
-        """Begin with no channel lost."""
+    def _begin(self, kept: int, statistics: int, device: torch.device | str | None) -> None:
+        """With no channel lost."""
+        self._kept = kept
         self.register_buffer("statistics", torch.zeros(statistics, device=device, dtype=torch.float64))
-        self._removed = 0
+        self._take(*[0.0] * statistics)  # _derive does not, of a buffer without numbers
         self._derive()
+
+    @property
+    def normalized_shape(self) -> tuple[int]:
+        """The kept width, that of the weight; settable for a norm without one."""
+        return (self._kept,)
+
+    @normalized_shape.setter
+    def normalized_shape(self, shape: tuple[int]) -> None:
+        self._kept = shape[0]
+        self._derive()
+
+    def merge(self, constants: Tensor) -> None:
+        """Remember more removed channels, by their constants."""
+        raise NotImplementedError
 
     @property
     def removed(self) -> int:
@@ -51,6 +68,8 @@ class KeepsFloat64(nn.Module):
         return self.statistics[0]
 
     def _derive(self) -> None:
+        weight = getattr(self, "weight", None)
+        self._kept = self._kept if weight is None else weight.numel()
         if not self.statistics.is_meta:
             self._take(*self.statistics.tolist())
         self._known = self.statistics
@@ -59,12 +78,8 @@ class KeepsFloat64(nn.Module):
         """Derive what forward reads."""
         self._removed = int(count)
 
-    def _as_derived(self) -> bool:
-        """Whether the numbers are those of the buffer: torch.func.functional_call puts another in place without asking.
-
-        So does an export without dynamo, but that is a fake of the same numbers.
-        """
-        return self._buffers["statistics"] is self._known or (is_compiling() and not is_dynamo_compiling())
+    def _reads_numbers(self) -> bool:
+        return not is_compiling() and self._buffers["statistics"] is self._known
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before, known = self.statistics, self.statistics is self._known
@@ -78,7 +93,7 @@ class KeepsFloat64(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in self._CHANGES and "_known" in vars(self):
+        if name in self._DERIVED_FROM and "_known" in vars(self):
             self._derive()
 
     def _load_from_state_dict(self, *args: Any) -> None:

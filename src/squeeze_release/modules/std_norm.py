@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layer_norm import CompensatedLayerNorm
+from .layer_norm import CompensatedLayerNorm, scaled
 from .state import behind
 
 
@@ -25,6 +25,6 @@ class CompensatedStdNorm(CompensatedLayerNorm):
         width = count + kept
         squares = var * kept + (mu - mean).square() * (kept * count / width) + m2
         y = wide * torch.rsqrt(squares / (width - 1) + self.eps)
-        if self.weight is not None:
-            y = y * (self.weight if dim == -1 else self.weight.view(-1, *[1] * (x.dim() - 2)))
-        return behind(self, y.to(x.dtype))
+        shape = [-1] if dim == -1 else [-1, *[1] * (x.dim() - 2)]
+        weight, bias = (None if p is None else p.view(shape) for p in (self.weight, self.bias))
+        return behind(self, scaled(y, weight, bias).to(x.dtype))

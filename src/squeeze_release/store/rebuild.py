@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modules.state import KeepsFloat64
+from ..modules.state import CompensatedNorm
 from ..record import Structure, put_record, structure_of
 from ..rewrite import swap
 from .archive import Archive, Misfit
@@ -124,7 +124,7 @@ def _fill(model: nn.Module, archive: Archive, known: set[str]) -> None:
         if name not in filled and slot.is_persistent and slot.tensor is not None:
             raise Misfit("the file has no such tensor", name)
     for module in model.modules():
-        if isinstance(module, KeepsFloat64):
+        if isinstance(module, CompensatedNorm):
             module._derive()
 
 

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from ..modules import (
     INDEXED,
     PLACED,
-    CompensatedLayerNorm,
-    CompensatedRMSNorm,
     Constant,
     NarrowMultiheadAttention,
     Shift,
 )
-from ..modules.state import KeepsFloat64
+from ..modules.state import CompensatedNorm
 from ..record import Structure
 from .archive import Misfit
 from .network import Slot, join, widest
@@ -49,7 +47,7 @@ def check_tensor(slot: Slot, tensor: Tensor, *, exact: bool) -> None:
     elif len(shape) != old.dim() or (slot.is_persistent and any(n > o for n, o in zip(shape, old.shape, strict=True))):
         raise Misfit(f"its shape is {shape}, that in the full-size model {[*old.shape]}", where)
     _check_dtype(slot, tensor.dtype)
-    if isinstance(slot.module, KeepsFloat64) and slot.name == "statistics":
+    if isinstance(slot.module, CompensatedNorm) and slot.name == "statistics":
         _check_statistics(tensor, slot.module.statistics, where)
 
 
@@ -63,7 +61,7 @@ def _check_dtype(slot: Slot, dtype: torch.dtype) -> None:
     old = slot.tensor
     if isinstance(slot.module, _INDEXED) and slot.name in _BY_INDEX:
         good = dtype is torch.int64
-    elif isinstance(slot.module, KeepsFloat64) and not slot.is_parameter:
+    elif isinstance(slot.module, CompensatedNorm) and slot.name == "statistics":
         good = dtype is torch.float64
     elif old is None:
         good = dtype.is_floating_point or not slot.is_parameter
@@ -78,7 +76,7 @@ def check_module(module: nn.Module, path: str, full: Structure) -> None:
     own: Any = module
     if isinstance(module, _INDEXED):
         _check_indices(own, path, full)
-    elif isinstance(module, KeepsFloat64):
+    elif isinstance(module, CompensatedNorm):
         count, width, most = float(own.count), own.normalized_shape[0], _full_width(path, full)
         if count != int(count) or count + width > most:
             raise Misfit(f"it keeps {width} channels and lost {count:g}, of {most}", path)
@@ -159,7 +157,7 @@ def _needs(module: Any) -> Iterator[tuple[str, Shape]]:
     elif isinstance(module, NarrowMultiheadAttention):
         yield from (("in_proj_weight", (sum(module._rows), None)), ("in_proj_bias", (sum(module._rows),)))
         yield from ((f"{which}_proj_weight", (rows, None)) for which, rows in zip("qkv", module._rows, strict=True))
-    elif isinstance(module, (CompensatedLayerNorm, CompensatedRMSNorm)):
+    elif isinstance(module, CompensatedNorm):
         yield from ((name, (module._kept,)) for name in ("weight", "bias"))
         yield "statistics", (len(module.statistics),)
     elif isinstance(module, (Shift, Constant)):

@@ -25,11 +25,10 @@ from ..modules import (
     Shift,
     can_index,
 )
-from ..modules.state import state_of
+from ..modules.state import CompensatedNorm, state_of
 from ..rewrite import inherit
 from .archive import Misfit
 
-_Norm = (CompensatedLayerNorm, CompensatedRMSNorm)
 _LAYERS = {kind.__name__: kind for kind in (*INDEXED.values(), *PLACED.values())}
 _NUMBERS: Mapping[type[nn.Module], tuple[str, ...]] = {
     CompensatedLayerNorm: ("eps", "channel_dim", "normalized_shape"),
@@ -58,7 +57,7 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
     numbers = {name: getattr(module, name) for name in _NUMBERS.get(kind, ())}
     for name in _FLOATS & numbers.keys():
         numbers[name] = None if numbers[name] is None else float(numbers[name])
-    if isinstance(module, _Norm):
+    if isinstance(module, CompensatedNorm):
         numbers["normalized_shape"] = module.normalized_shape[0]
     if kind in PLACED.values():
         numbers["trained"] = isinstance(module.fill, nn.Parameter)
@@ -86,7 +85,9 @@ def make(old: nn.Module, description: Mapping[str, Any], widest: int, where: str
         if not isinstance(old, (nn.MultiheadAttention, NarrowMultiheadAttention)):
             raise Misfit(f"a {name} cannot stand for a {type(old).__name__}", where)
         return NarrowMultiheadAttention(old, **numbers)
-    return inherit(_norm(old, kind, numbers, where) if issubclass(kind, _Norm) else _block(old, kind, numbers), old)
+    return inherit(
+        _norm(old, kind, numbers, where) if issubclass(kind, CompensatedNorm) else _block(old, kind, numbers), old
+    )
 
 
 def _allowed(name: str, value: Any, kind: type[nn.Module], most: int) -> bool:
