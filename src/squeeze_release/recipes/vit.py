@@ -54,11 +54,10 @@ PRESETS = {
         mix=True,
     ),
     "best": Preset(
-        Config(train_epochs=100, prune_epochs=8, finetune_epochs=10, final_epochs=40, max_cycles=4, grain="channel",
+        Config(train_epochs=100, prune_epochs=8, finetune_epochs=10, final_epochs=150, max_cycles=4, grain="channel",
                multiple=8, last_ratio=0.35, threshold=0.6, score="mean", judged="after training",
-               max_loss=0.01, final_gain=0.01),
-        small_vit, size=64, batch=512, rates={phase: 5e-4 for phase in RATES}, weight_decay=5e-2, pad=8,
-        distillation=0.5, mix=True,
+               max_loss=0.01, final_gain=0.02),
+        small_vit, size=64, batch=256, rates={phase: 5e-4 for phase in RATES}, weight_decay=5e-2, pad=8, mix=True,
     ),
 }  # fmt: skip
 
