@@ -142,7 +142,6 @@ def test_what_cannot_be_resumed_says_so(tmp_path: Path) -> None:
     [
         ({"train_epochs": 0}, "train_epochs=0: nobody would evaluate"),
         ({"finetune_epochs": 0}, "finetune_epochs=0: nobody would evaluate"),
-        ({"grain": "channel"}, "grain='channel': which weights make up a channel"),
         ({"min_accuracy": 0.9}, "min_accuracy=0.9: the network of an earlier cycle"),
         ({"max_loss": 0.1}, "max_loss=0.1: the network of an earlier cycle"),
     ],

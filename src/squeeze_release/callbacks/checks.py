@@ -24,12 +24,6 @@ def check_config(config: Config) -> None:
                 f"CycleConfig({field}=)",
                 "give at least 1: the loop evaluates after an epoch, never before",
             )
-    if config.grain != "weight":
-        raise refused(
-            f"grain={config.grain!r}: which weights make up a channel shows only when the model is called",
-            "CycleConfig(grain=)",
-            "use sr.cycle, which is given example inputs; or leave the grain, and give finish_units=1.0",
-        )
     for field in ("min_accuracy", "max_loss"):
         value = getattr(config, field)
         if value is not None:

@@ -30,7 +30,7 @@ from ..cycle.directory import RunDirectory
 from ..cycle.loop import begin_update, end_cycle, end_training, judge, squeeze_step, start_pruning
 from ..cycle.subject import Subject, seeded
 from ..errors import InputError
-from ..prune import AveragedScores, Target
+from ..prune import AveragedScores, ChannelMasks, Masks
 from ..rehearse import Call
 from ..squeeze import Squeezed, squeeze
 from .checks import own_forward
@@ -57,7 +57,8 @@ class Guest(Subject):
         self._open = False  # an epoch is under way
         self.waits = False  # its training is over, its accuracy is not known
         self.adopt(model)
-        self.check_targets()
+        if config.grain == "weight":
+            self.check_targets()
         self._hook = optimizer.register_step_post_hook(lambda *_: self.masks.keep())
 
     def adopt(self, model: nn.Module, structure: str = "") -> None:
@@ -65,11 +66,16 @@ class Guest(Subject):
         self.worth = AveragedScores(model, self.masks.names)
         self.steps = 0
 
-    def targets(self, model: nn.Module) -> list[Target]:
-        """What the optimizer trains."""
-        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        found = super().targets(model)
-        return [target for target in found if all(id(model.get_parameter(name)) in trained for name in target.names)]
+    def _all_alive(self, model: nn.Module) -> Masks | ChannelMasks:
+        """Which weights make up a channel shows when the model is called: until inputs are known there are none."""
+        if self.config.grain == "channel" and not self.knows_inputs:
+            return Masks(model, [])
+        with seeded(self.config.seed, "channels"), own_forward(model):
+            return super()._all_alive(model)
+
+    def trained(self, model: nn.Module) -> set[int]:
+        """By the optimizer."""
+        return super().trained(model) & {id(p) for group in self.optimizer.param_groups for p in group["params"]}
 
     # --------------------------------------------------------------------------------------------------- the loop calls
 
@@ -84,6 +90,9 @@ class Guest(Subject):
         self.example_inputs, self.kwargs = args, kwargs
         with seeded(self.config.seed, "trial"), own_forward(self.model), _eval_mode(self.model):
             squeeze(self.model, args, kwargs, rules=self.config.rules, verify=False)
+        if not self.masks.names:
+            self.adopt(self.model, self.state.structure)
+            self.check_targets()
 
     def epoch_begins(self) -> None:
         if self._open:
@@ -96,18 +105,18 @@ class Guest(Subject):
         self._open = True
         self._started = time.perf_counter()
         if self.state.phase == "squeeze":
-            self._check_inputs()
+            self.check_inputs("a squeeze comes first")
             squeeze_step(self)
         if self.state.phase == "prune" and self.before is None:  # it is there in a resumed epoch, or an update's second
             begin_update(self)
             self.scored = None
 
-    def _check_inputs(self) -> None:
+    def check_inputs(self, why: str) -> None:
         if not self.knows_inputs:
             raise InputError(
-                "the checkpoint could not hold the example inputs, and a squeeze comes first",
+                f"the checkpoint could not hold the example inputs, and {why}",
                 where=f"cycle {self.state.cycle}",
-                consequence="there is nothing to squeeze the network with; it is as the checkpoint has it",
+                consequence="there is nothing to call the network with; it is as the checkpoint has it",
                 remedy="give example_inputs=",
             )
 

@@ -134,15 +134,15 @@ class SqueezeReleaseCallback(Host, Callback):
         model = self._part(pl_module)
         resume = self._resumed is not None
         guest = Guest(model, trainer.optimizers[0], self.config, self.run_dir, self.listeners, resume)
+        given = self._given(pl_module)
+        if given is not None:
+            guest.take_inputs(trainer.precision_plugin.convert_input(given))
         if self._resumed is not None:
             check_config_of(self._resumed, self.config, "Trainer.fit(ckpt_path=)")
             unpack(guest, self._resumed)
             self._resumed = None
         self._guest = guest
-        given = self._given(pl_module)
-        if given is not None:
-            guest.take_inputs(trainer.precision_plugin.convert_input(given))
-        elif not guest.knows_inputs:
+        if not guest.knows_inputs:
             self._watch = Watch(model)
 
     def _given(self, pl_module: Any) -> Call | None:

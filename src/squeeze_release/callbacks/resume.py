@@ -52,7 +52,8 @@ def pack(guest: Guest, **more: Any) -> Resumed:
         file = (guest.directory.path / guest.state.structure).read_bytes()
         tensors["network"] = torch.frombuffer(bytearray(file), dtype=torch.uint8)
     example = None
-    if guest.state.phase == "squeeze":  # it comes before the next batch, from which inputs could be taken
+    if guest.knows_inputs and (guest.state.phase == "squeeze" or guest.config.grain == "channel"):
+        # Both come before the next batch, from which inputs could be taken.
         example, inputs = _portable((guest.example_inputs, guest.kwargs))
         tensors |= inputs
     metrics = guest.directory.path / "metrics.jsonl"
@@ -85,9 +86,16 @@ def _portable(call: Any) -> tuple[list[Any] | None, dict[str, Tensor]]:
 def unpack(guest: Guest, resumed: Resumed) -> None:
     """Put a guest on the narrow network, whose weights are loaded, where it was."""
     about, tensors = json.loads(resumed.about), resumed.tensors
-    state = with_points(about["state"])
+    state, masks = with_points(about["state"]), under("masks.", tensors)
+    if about["example"] and not guest.knows_inputs:
+        spec, others = about["example"]
+        leaves = [tensors.get(f"example.{i}", other) for i, other in enumerate(others)]
+        guest.take_inputs(pytree.tree_unflatten(leaves, pytree.treespec_loads(spec)))
     guest.state, guest.steps = state, about["steps"]
-    guest.masks.load_state(under("masks.", tensors))
+    if masks:
+        if guest.config.grain == "channel":
+            guest.check_inputs("without them no channel is known")
+        guest.masks.load_state(masks)
     guest.scored = like(guest.model, under("scores.", tensors)) or None
     guest.worth.sums.update(like(guest.model, under("sums.", tensors)))
     device = next(guest.model.parameters()).device
@@ -95,10 +103,6 @@ def unpack(guest: Guest, resumed: Resumed) -> None:
         parts = (under(part, tensors) for part in ("before.", "before_masks."))
         weights, masks = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
         guest.before = weights, masks
-    if about["example"]:
-        spec, others = about["example"]
-        leaves = [tensors.get(f"example.{i}", other) for i, other in enumerate(others)]
-        guest.take_inputs(pytree.tree_unflatten(leaves, pytree.treespec_loads(spec)))
     if state.structure:
         (guest.directory.path / state.structure).write_bytes(_bytes(tensors["network"]))
     metrics = guest.directory.path / "metrics.jsonl"

@@ -76,13 +76,13 @@ class SqueezeReleaseTrainerCallback(Host, TrainerCallback):
         self.summary = None
         raw = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         guest = Guest(model, raw, self.config, self.run_dir, self.listeners, self._resumed is not None)
+        if self.example_inputs is not None:
+            guest.take_inputs(as_call(self.example_inputs))
         if self._resumed is not None:
             unpack(guest, self._resumed)
             self._resumed = None
         self._guest = guest
-        if self.example_inputs is not None:
-            guest.take_inputs(as_call(self.example_inputs))
-        elif not guest.knows_inputs:
+        if not guest.knows_inputs:
             self._watch = Watch(model, {*FOR_THE_LOSS, *(args.label_names or ())})
 
     def _check(self, args: Any, state: Any, model: Any) -> None:

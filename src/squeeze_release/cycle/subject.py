@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..prune import ChannelMasks, Masks, Target, find_channels, find_targets, toward_dead_units
+from ..prune import ChannelMasks, Masks, find_channels, find_targets, toward_dead_units
 from ..squeeze import Squeezed, squeeze
 from ..trace import as_calls
 from .config import Config, Listener, Point, State, size
@@ -55,18 +55,22 @@ class Subject:
         self.state = replace(self.state, structure=structure)
 
     def _all_alive(self, model: nn.Module) -> Masks | ChannelMasks:
-        if self.config.grain == "channel":
-            skip = (*self.config.skip, *(name for name, module in model.named_modules() if _is_frozen(module)))
-            return ChannelMasks(
-                model, find_channels(model, self.example_inputs, self.kwargs, skip=skip), self.config.multiple
+        config, trained = self.config, self.trained(model)
+        if config.grain == "channel":
+            still = (
+                name
+                for name, module in model.named_modules()
+                if not trained.issuperset(map(id, module.parameters(recurse=False)))
             )
-        return Masks(model, self.targets(model))
+            channels = find_channels(model, self.example_inputs, self.kwargs, skip=(*config.skip, *still))
+            return ChannelMasks(model, channels, config.multiple)
+        targets = find_targets(model, conv=config.conv, joint=config.joint, skip=config.skip)
+        ids = ({id(model.get_parameter(name)) for name in target.names} for target in targets)
+        return Masks(model, [target for target, its in zip(targets, ids, strict=True) if its <= trained])
 
-    def targets(self, model: nn.Module) -> list[Target]:
-        """What is trained. A frozen weight has no gradient, and would be the first to go."""
-        config = self.config
-        found = find_targets(model, conv=config.conv, joint=config.joint, skip=config.skip)
-        return [target for target in found if all(model.get_parameter(name).requires_grad for name in target.names)]
+    def trained(self, model: nn.Module) -> set[int]:
+        """Ids of what is trained. A frozen weight has no gradient, and would be the first to go."""
+        return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
     @property
     def min_accuracy(self) -> float | None:
@@ -209,10 +213,6 @@ class Subject:
         }
         self.directory.finish(dense, summary)
         return summary
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    return any(not parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 def _differences(one: list[Tensor], other: list[Tensor]) -> dict[str, float]:

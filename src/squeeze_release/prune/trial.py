@@ -32,7 +32,7 @@ def find_channels(
     >>> find_channels(net, torch.randn(4, 2), skip=["2"]).count
     2
     """
-    copy = copy_model(unwrap(model)).eval()
+    copy = _of_random_weights(copy_model(unwrap(model)).eval())
     calls = as_calls(example_inputs, kwargs)
     trial = _Trial(copy, calls, [trace(copy, call) for call in calls], tuple(skip))
     found = trial.all_that_could_go()
@@ -84,16 +84,22 @@ class _Trial:
 
     @torch.no_grad()
     def _without(self, channels: Channels, gone: Tensor) -> nn.Module:
-        """With weights that are random: those of a network that begins as the identity say that all of it is dead."""
-        model, chance = copy_model(self.model), torch.Generator().manual_seed(0)
-        for weight in model.parameters():
-            if weight.is_floating_point():
-                weight.copy_(torch.rand(weight.shape, generator=chance) + 0.5)
+        model = copy_model(self.model)
         for name, dims in channels.of.items():
             weight = model.get_parameter(name)
             for dim, at in dims.items():
                 weight.index_fill_(dim, (~staying(~gone, at)).nonzero().view(-1).to(weight.device), 0)
         return model
+
+
+@torch.no_grad()
+def _of_random_weights(model: nn.Module) -> nn.Module:
+    """What a channel is does not depend on them; but those of a network that begins as the identity are all dead."""
+    chance = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.copy_(torch.rand(weight.shape, generator=chance) + 0.5)
+    return model
 
 
 def _at_fault(channels: Channels, left: Tensor) -> Tensor:
