@@ -80,7 +80,7 @@ def test_what_is_tried_leaves_the_layer_as_it_was() -> None:
     layer = Own(8, 3, bias=False)
     seen: list[Tensor] = []
     layer.register_forward_hook(lambda _, __, y: seen.append(y))
-    from squeeze_release.biases import can_take_bias
+    from squeeze_release.analyse.biases import can_take_bias
 
     before = layer.weight.clone()
     assert can_take_bias(layer, (3, 8))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from nets import Net, dead, rand, unread
 from torch import nn
 
-from squeeze_release.einsum import EinsumAsMatmul
 from squeeze_release.trace import trace
+from squeeze_release.trace.einsum import EinsumAsMatmul
 
 INDICES = st.text("abcde", min_size=1, max_size=4).filter(lambda names: len(set(names)) == len(names))
 

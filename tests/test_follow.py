@@ -8,6 +8,10 @@ from check import check, noisy
 from nets import Net, dead, rand, reasons, unread
 from torch import Tensor, nn
 
+from squeeze_release import CompensatedLayerNorm
+from squeeze_release.follow.attributes import follows_parameters
+from squeeze_release.modules import INDEXED
+
 
 class Partial(nn.Module):
     """SHViT: `dim` shows up only in a difference."""
@@ -482,3 +486,10 @@ def test_one_module_that_does_not_follow_keeps_no_others_of_its_class():
     golden = {"1.a.out_features": 7, "2.a.out_features": 8, "3.a.out_features": 7}
     squeezed = check(net, rand(3, 4), golden=golden)
     assert "2: its code takes another path" in reasons(squeezed.report)
+
+
+def test_which_modules_are_not_the_users():
+    """Their numbers follow their parameters; found by where their classes are, so they must be where they are."""
+    assert all(map(follows_parameters, (nn.Linear(2, 2), nn.Sequential(), CompensatedLayerNorm(3))))
+    assert {kind.__module__ for kind in INDEXED.values()} == {"squeeze_release.modules.indexed"}
+    assert not follows_parameters(Partial(10, 4))

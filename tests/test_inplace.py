@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import squeeze_release as sr
-from squeeze_release import copies, follow
+from squeeze_release import copies
+from squeeze_release.follow import fitting
 from squeeze_release.modules import IndexedLinear
 
 
@@ -162,7 +163,7 @@ def test_an_error_in_the_trial_leaves_the_model_as_it_was(monkeypatch, step, ver
     def breaks(*_: object, **__: object) -> None:
         raise Broken
 
-    monkeypatch.setattr(follow, step, breaks)
+    monkeypatch.setattr(fitting, step, breaks)
     assert_left_alone(Broken, fc(), rand(2, 4), verify)
 
 
@@ -248,7 +249,7 @@ class Trials:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hollow = self.real = 0
-        check = follow.check
+        check = fitting.check
 
         def counted(ctx, live, plan, model, calls):
             weights = [p for p in model.parameters() if p.dim() > 1]
@@ -256,7 +257,7 @@ class Trials:
             self.hollow, self.real = self.hollow + empty, self.real + (not empty)
             return check(ctx, live, plan, model, calls)
 
-        monkeypatch.setattr(follow, "check", counted)
+        monkeypatch.setattr(fitting, "check", counted)
 
 
 def test_a_trial_holds_no_weights(monkeypatch):

@@ -46,9 +46,10 @@ from mutants import (
 from torch import Tensor, nn
 
 import squeeze_release as sr
-from squeeze_release import blocks, follow, rewrite
-from squeeze_release.analyse import Analysis
+from squeeze_release import rewrite
+from squeeze_release.analyse import Analysis, blocks
 from squeeze_release.facts import Span
+from squeeze_release.follow import fitting
 from squeeze_release.labels import Grid, Live
 from squeeze_release.modules import CompensatedLayerNorm, CompensatedRMSNorm
 from squeeze_release.plan import Plan
@@ -247,7 +248,7 @@ MUTATIONS = {
         ),
         side_by_side,
     ),
-    "slices may begin anywhere": Mutation(becomes(follow, "_start", nothing), sliced),
+    "slices may begin anywhere": Mutation(becomes(fitting, "_start", nothing), sliced),
     "positions that the example does not reach go": Mutation(
         change(shape.Move, "_source", lambda source, rule, op, ctx, x: x), positions
     ),

@@ -12,7 +12,7 @@ from nets import Net, rand
 from torch import Tensor, nn
 
 import squeeze_release as sr
-from squeeze_release import register
+from squeeze_release.follow import register
 
 
 class Own(nn.Module):

@@ -11,7 +11,7 @@ from check import check, noisy, seeded
 from torch import Tensor, nn
 
 import squeeze_release as sr
-from squeeze_release.sizes import other_paths, takes_other_sizes
+from squeeze_release.trace.sizes import other_paths, takes_other_sizes
 
 SIZE = 12
 

@@ -17,9 +17,9 @@ from .errors import (
     WeightError,
 )
 from .export import Exported, export
+from .follow.register import register_attention
 from .inspection import Inspection, inspect
 from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm, CompensatedStdNorm
-from .register import register_attention
 from .release import release
 from .report import Report
 from .squeeze import Squeezed, squeeze

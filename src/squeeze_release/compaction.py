@@ -14,21 +14,19 @@ an index operation each.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from .analyse import Analysis, rule_of
-from .blocks import within
+from .analyse.blocks import within
 from .facts import uniform
 from .modules import can_index
 from .plan import Plan
 from .rules import Op
 from .rules.affine import Affine
-
-if TYPE_CHECKING:
-    from .trace import Trace
+from .trace import Trace
 
 _INDEX_BYTES = 8  # an index is int64
 

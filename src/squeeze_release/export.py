@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .batches import batch_of, has_batch, one_call, with_batch
-from .caches import without_cache
 from .copies import borrowed
 from .errors import ExportError, InputError
 from .masks import bake_masks
 from .rehearse import Call
+from .trace.caches import without_cache
 from .unwrap import unwrap
 from .verify import isolated, map_tensors, redrawn, relative_error, rounding_allowed, tensors_in
 

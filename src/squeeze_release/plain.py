@@ -11,17 +11,15 @@ convolution's own parameters; code that does more than compute the weight and co
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from .blocks import inside, within
+from .analyse import Analysis
+from .analyse.blocks import inside, within
 from .plan import Plain, Plan
 from .rules import Op
-
-if TYPE_CHECKING:
-    from .analyse import Analysis
 
 _KINDS: dict[str, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
     "aten.conv1d.default": nn.Conv1d,

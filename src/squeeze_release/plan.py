@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .blocks import Replacement, inside, within
+from .analyse import Analysis, rule_of
+from .analyse.blocks import Replacement, inside, within
 from .labels import Live
-from .norms import Norm
 from .rules import Op
 from .rules.carriers import Carried
-
-if TYPE_CHECKING:
-    from .analyse import Analysis
+from .trace.norms import Norm
 
 
 @dataclass(frozen=True)
@@ -180,8 +178,6 @@ def _fold(op: Op, delta: Tensor) -> Fold:
 
 def make_plan(ctx: Analysis, live: Live) -> Plan:
     """Slice every parameter along the dimensions its labels name, and ask every rule what it absorbs."""
-    from .analyse import rule_of
-
     plan = Plan(dead={path: _narrowed(replacement, live) for path, replacement in ctx.dead.items()})
     for name, dims in ctx.param_dims.items():
         if inside(name, plan.dead):

@@ -6,7 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich import box
@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from .blocks import inside
+from .analyse import Analysis
+from .analyse.blocks import inside
 from .copies import hollow
 from .facts import Fact, compact
+from .follow import Fit
 from .labels import Live
 from .masks import Counts, count
 from .modules import PLACED, Constant, Passthrough, Shift
@@ -24,11 +26,6 @@ from .pieces import nonzero_columns, nonzero_rows
 from .plan import Plan
 from .rules.carriers import CARRIES
 from .verify import Verification
-
-if TYPE_CHECKING:
-    from .analyse import Analysis
-    from .follow import Fit
-
 
 STAND_INS = (Constant, Passthrough, Shift)  # with nothing of the old module inside
 

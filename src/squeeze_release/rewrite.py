@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import Replacement
-from .caches import let_go
+from .analyse.blocks import Replacement
 from .copies import drop_gradients
 from .masks import bake_masks
 from .modules import (
@@ -28,8 +27,9 @@ from .modules import (
     with_place,
 )
 from .modules.state import CompensatedNorm
-from .norms import Norm
 from .plan import Carry, ConstantRows, Fold, Plain, Plan
+from .trace.caches import let_go
+from .trace.norms import Norm
 
 
 class Tensors:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import bookkeeping
 from .analyse import RULE_SETS, Analysis, analyse
+from .analyse.training import feeds_training_branches
 from .compaction import plan_compaction
 from .copies import borrow, borrowed, copy_model, emptied
 from .errors import InputError, SqueezeError, check_choice
-from .follow import Memory, fit
+from .follow import Memory, bookkeeping, fit
 from .masks import bake_masks, check_finite
 from .plain import plan_plain, that_matter
 from .plan import Plan
@@ -21,9 +21,8 @@ from .record import leave_record, origin_of
 from .rehearse import Call
 from .report import Report, make_report, outline
 from .rewrite import carry_out, rewrite
-from .sizes import other_paths
 from .trace import Trace, as_calls, trace
-from .training import feeds_training_branches
+from .trace.sizes import other_paths
 from .unwrap import unwrap
 from .verify import verify as compare
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .caches import without_cache
 from .copies import copy_model
 from .errors import InputError, VerificationError
 from .masks import InFloat64, to_float64, widen
 from .rehearse import Call, Rehearsal
+from .trace.caches import without_cache
 
 _Outputs = dict[str, Any]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Create(Rule):
     """Made from numbers alone, or like another tensor in device and type: reads no channel, and has fixed extents.
 
-    Exact: always. Where its extent comes from a width, the code is tried with the new one (`follow.py`).
+    Exact: always. Where its extent comes from a width, the code is tried with the new one (`follow/`).
     Keeps: what its result meets, for that has a fixed width.
     """
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..facts import Fact, Span, compact, uniform, unknown, varying, vector
 from ..labels import Live
-from ..norms import Norm
+from ..trace.norms import Norm
 from .base import Facts, Op, Rule, contracted, passed_on, rule
 
 if TYPE_CHECKING:

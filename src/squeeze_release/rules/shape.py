@@ -29,7 +29,7 @@ swapdims mT expand_as view_as reshape_as numpy_T repeat tile repeat_interleave.s
 class Move(Rule):
     """One tensor in, its elements moved. What stays must stay rectangular along every new dimension (`Grid`).
 
-    Exact: the op itself is run on labels and constants. Whether its sizes follow the new widths is tried (`follow.py`).
+    Exact: the op itself is run on labels and constants. Whether its sizes follow the new widths is tried (`follow/`).
     Keeps: channels of which every n-th is taken, or that end up alone along a dimension; positions of a parameter that
     is cut, for other inputs may reach further.
     """
@@ -307,7 +307,7 @@ class Pad(Rule):
     Channels that are padded (the shortcut of a ResNet for CIFAR) stand beside constants of fixed width.
     Known: behind zero padding a constant times the padded 1 (`rules/carriers.py`).
     Exact: the numbers that are padded with are constants of the op. Padding by 0 is padding still, for code that pads
-    to a multiple may add something at another size; unless the model refuses every other size (`sizes.py`).
+    to a multiple may add something at another size; unless the model refuses every other size (`trace/sizes.py`).
     Keeps: the pads themselves; all channels where they are cut, or padded together with positions, or reflected.
     """
 

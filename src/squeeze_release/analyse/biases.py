@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from .modules import can_index
+from ..modules import can_index
 
 _PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

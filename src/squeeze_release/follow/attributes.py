@@ -13,13 +13,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .analyse import Analysis, rule_of, widths
-from .blocks import inside, within
-from .labels import Live
+from torch import nn
+
+from .. import modules
+from ..analyse import Analysis, rule_of, widths
+from ..analyse.blocks import inside, within
+from ..labels import Live
+from ..rules import Op
+from ..rules.attention import Attention
+from ..rules.shape import Move, Pieces
 from .register import named_attributes, registered
-from .rules import Op
-from .rules.attention import Attention
-from .rules.shape import Move, Pieces
 
 # `layer_idx` and `q_stride` are no widths: another value only if nothing else will do
 _WORDS = frozenset(
@@ -98,6 +101,11 @@ def others(wishes: Wishes, picked: Mapping[Key, Option], module: str) -> Iterato
                 yield dict(zip(which, options, strict=True))
 
 
+def follows_parameters(module: nn.Module) -> bool:
+    """Layers of torch and of this package: `rewrite` sets their numbers together with their parameters."""
+    return type(module).__module__.startswith(("torch.nn.", f"{modules.__name__}."))
+
+
 def _alike(ctx: Analysis, live: Live) -> dict[tuple[type, tuple[str, ...]], dict[str, Widths]]:
     """The widths in the code of modules, by class; those of a class whose code took another path stand apart."""
     ops: dict[str, list[Op]] = {}
@@ -107,8 +115,7 @@ def _alike(ctx: Analysis, live: Live) -> dict[tuple[type, tuple[str, ...]], dict
     found: dict[tuple[type, tuple[str, ...]], dict[str, Widths]] = {}
     for path, mine in ops.items():
         module = ctx.model.get_submodule(path)
-        ours = type(module).__module__.startswith(("torch.nn.", f"{__package__}."))  # they follow their parameters
-        if not ours and registered(module) is None:
+        if not follows_parameters(module) and registered(module) is None:
             # The same ops on more dimensions are other code: windows of tokens, or all of them.
             code = tuple(f"{op.name} {[len(fact.shape) for fact in op.outputs()]}" for op in mine)
             found.setdefault((type(module), code), {})[path] = _widths(mine, live)

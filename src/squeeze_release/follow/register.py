@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .blocks import within
-from .errors import InputError
+from ..analyse.blocks import within
+from ..errors import InputError
 
 if TYPE_CHECKING:
-    from .analyse import Analysis
-    from .labels import Live
+    from ..analyse import Analysis
+    from ..labels import Live
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from .analyse import Analysis, widths
-from .facts import Fact, compact
-from .labels import Live
-from .plan import Plan
-from .readers import HANDS_ON
-from .rules import RULES, Op
-from .rules.elementwise import Identity
-from .rules.matmul import Matmul
+from ..analyse import Analysis, widths
+from ..analyse.readers import HANDS_ON
+from ..facts import Fact, compact
+from ..labels import Live
+from ..plan import Plan
+from ..rules import RULES, Op
+from ..rules.elementwise import Identity
+from ..rules.matmul import Matmul
 
 
 def make_good(ctx: Analysis, by_node: dict[fx.Node, Op], op: Op, now: fx.Node, live: Live, plan: Plan) -> bool:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from .analyse import Analysis, rule_of
-from .blocks import within
-from .facts import Fact, compact
-from .labels import Grid
-from .rules.shape import Move, Pieces
+from ..analyse import Analysis, rule_of
+from ..analyse.blocks import within
+from ..facts import Fact, compact
+from ..labels import Grid
+from ..rules.shape import Move, Pieces
 
 _LAST = 5  # the step at which nothing of a module goes
 _ENOUGH = 3  # modules of a class that do not follow, to think the same of all of them

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm, CompensatedStdNorm
-from .modules.state import CompensatedNorm, behind
+from ..modules import CompensatedGroupNorm, CompensatedLayerNorm, CompensatedRMSNorm, CompensatedStdNorm
+from ..modules.state import CompensatedNorm, behind
 
 _library = torch.library.Library("squeeze_release", "DEF")
 _library.define(

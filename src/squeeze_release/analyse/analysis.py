@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..facts import Fact, compact, nothing, varying, vector
+from ..labels import Grid, Labels, Live
+from ..modules import can_index
+from ..rehearse import Call
+from ..rules import RULES, UNKNOWN, Op, Rule, carriers, flat, joined
+from ..trace import Trace, named_arguments
+from ..trace.sizes import takes_other_sizes
 from . import blocks
 from .biases import can_take_bias
-from .facts import Fact, compact, nothing, varying, vector
-from .labels import Grid, Labels, Live
-from .modules import can_index
 from .readers import count_readers
-from .rehearse import Call
-from .rules import RULES, UNKNOWN, Op, Rule, carriers, flat, joined
-from .sizes import takes_other_sizes
-from .trace import Trace, named_arguments
 
 # What each rule set may do beyond folding constants, dropping the unread and removing dead blocks.
 RULE_SETS: dict[str, frozenset[str]] = {

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from ..copies import hollow_on_cpu
+from ..errors import ExportError, InputError, SqueezeError
+from ..modules import NarrowMultiheadAttention
+from ..rehearse import Call, on_cpu
 from .caches import nothing_kept, without_cache
-from .copies import hollow_on_cpu
 from .decisions import Decided, Decisions
 from .einsum import EinsumAsMatmul
-from .errors import ExportError, InputError, SqueezeError
-from .modules import NarrowMultiheadAttention
 from .norms import as_one_op
-from .rehearse import Call, on_cpu
 
 _FUNCTIONALISE: dict[Any, Any] = {}  # an empty table: make the graph functional, decompose nothing
 

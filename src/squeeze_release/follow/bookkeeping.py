@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .copies import borrowed
-from .rehearse import Call
-from .trace import ModuleCall, Trace
+from ..copies import borrowed
+from ..rehearse import Call
+from ..trace import ModuleCall, Trace
+from .attributes import follows_parameters
 
 _WIDTH = {"features", "channels", "chs", "chans", "planes", "dim", "dims", "width", "hidden", "embed", "model"}
 _OF_HEADS = {"heads", "key", "val", "kv", "qk"}
@@ -38,7 +39,7 @@ def update(model: nn.Module, before: list[Trace], after: list[Trace], calls: lis
     wishes = {
         (path, name): (value, follows)
         for path, module in model.named_modules()
-        if not type(module).__module__.startswith(("torch.nn.", f"{__package__}."))  # they follow their parameters
+        if not follows_parameters(module)
         for name, value in vars(module).items()
         if _is_width(name, value) and (follows := _renamed(name, value, _evidence(path, old, new))) != value
     }

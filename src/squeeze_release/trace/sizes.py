@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .copies import borrowed
-from .rehearse import Call, Rehearsal, runs
+from ..copies import borrowed
+from ..rehearse import Call, Rehearsal, runs
 
 _MOST_PATHS = 3
 _STEPS = 64  # sizes differ by the powers of 2 up to this: by what networks divide them by

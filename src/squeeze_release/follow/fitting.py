@@ -15,25 +15,25 @@ from typing import Any
 
 from torch import fx, nn
 
-from .analyse import Analysis, rule_of, widths
+from ..analyse import Analysis, rule_of, widths
+from ..analyse.blocks import read_nodes
+from ..copies import borrowed, emptied, hollow
+from ..errors import ExportError, InputError
+from ..facts import Fact
+from ..labels import Live
+from ..plan import Plan, make_plan
+from ..rehearse import Call, Rehearsal
+from ..rewrite import rewrite
+from ..rules import RULES, Op, flat
+from ..rules.affine import Affine
+from ..rules.elementwise import Identity
+from ..rules.groupnorm import GroupNorm
+from ..rules.index import SliceScatter
+from ..rules.shape import Move, Pieces
+from ..trace import Trace, named_arguments, rehearse, trace
 from .attributes import Key, Option, Slot, chosen, others, wishes
-from .blocks import read_nodes
-from .copies import borrowed, emptied, hollow
-from .errors import ExportError, InputError
-from .facts import Fact
-from .labels import Live
-from .plan import Plan, make_plan
 from .refuse import refuse, tie
-from .rehearse import Call, Rehearsal
-from .rewrite import rewrite
-from .rules import RULES, Op, flat
-from .rules.affine import Affine
-from .rules.elementwise import Identity
-from .rules.groupnorm import GroupNorm
-from .rules.index import SliceScatter
-from .rules.shape import Move, Pieces
 from .scales import make_good
-from .trace import Trace, named_arguments, rehearse, trace
 
 _MOST_TRIALS = 16
 _TAKE_WIDTHS = (Move, Pieces, Affine, GroupNorm, SliceScatter)  # ops whose int arguments follow the widths

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .copies import borrowed
-from .rehearse import Call
-from .trace import Trace
+from ..copies import borrowed
+from ..rehearse import Call
+from ..trace import Trace
 
 
 def feeds_training_branches(model: nn.Module, call: Call, traces: list[Trace]) -> list[str | tuple[int, ...]]:

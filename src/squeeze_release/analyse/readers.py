@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .facts import compact
-from .rules import RULES
-from .rules.elementwise import Identity
-from .rules.shape import Cat, Move, Pieces, Stack
+from ..facts import compact
+from ..rules import RULES
+from ..rules.elementwise import Identity
+from ..rules.shape import Cat, Move, Pieces, Stack
 
 if TYPE_CHECKING:
-    from .analyse import Analysis
+    from .analysis import Analysis
 
 HANDS_ON = (Move, Pieces, Cat, Stack, Identity)
 

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, fx, nn
 
-from .facts import Fact, compact, uniform, varying
-from .modules import Passthrough
-from .rules import RULES, Op
-from .rules.affine import Convolution
-from .rules.elementwise import Identity, Unary
-from .rules.pool import Pool, Reduce
-from .rules.shape import Pad
-from .rules.window import Blocks
+from ..facts import Fact, compact, uniform, varying
+from ..modules import Passthrough
+from ..rules import RULES, Op
+from ..rules.affine import Convolution
+from ..rules.elementwise import Identity, Unary
+from ..rules.pool import Pool, Reduce
+from ..rules.shape import Pad
+from ..rules.window import Blocks
 
 if TYPE_CHECKING:
-    from .analyse import Analysis
-    from .trace import ModuleCall, Trace
+    from ..trace import ModuleCall, Trace
+    from .analysis import Analysis
 
 
 @dataclass(frozen=True)
