@@ -101,8 +101,8 @@ def unpack(guest: Guest, resumed: Resumed) -> None:
     device = next(guest.model.parameters()).device
     if about["updating"]:
         parts = (under(part, tensors) for part in ("before.", "before_masks."))
-        weights, masks = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
-        guest.before = weights, masks
+        old_weights, old_masks = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
+        guest.before = old_weights, old_masks
     if state.structure:
         (guest.directory.path / state.structure).write_bytes(_bytes(tensors["network"]))
     metrics = guest.directory.path / "metrics.jsonl"

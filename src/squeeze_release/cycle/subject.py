@@ -57,12 +57,12 @@ class Subject:
     def _all_alive(self, model: nn.Module) -> Masks | ChannelMasks:
         config, trained = self.config, self.trained(model)
         if config.grain == "channel":
-            still = (
+            untrained = (
                 name
                 for name, module in model.named_modules()
                 if not trained.issuperset(map(id, module.parameters(recurse=False)))
             )
-            channels = find_channels(model, self.example_inputs, self.kwargs, skip=(*config.skip, *still))
+            channels = find_channels(model, self.example_inputs, self.kwargs, skip=(*config.skip, *untrained))
             return ChannelMasks(model, channels, config.multiple)
         targets = find_targets(model, conv=config.conv, joint=config.joint, skip=config.skip)
         ids = ({id(model.get_parameter(name)) for name in target.names} for target in targets)
