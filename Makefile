@@ -16,7 +16,7 @@ help: ## show this list
 install: $(STAMP) ## make .venv with all that demo, tests and lint need
 
 # The second step goes without dependencies: torchvision's wheel would replace the pinned torch by another one.
-$(STAMP): pyproject.toml constraints.txt src/squeeze_release/modules/native.c
+$(STAMP): pyproject.toml constraints.txt src/squeeze_release/modules/kernels/native.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test,docs,dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision timm
@@ -57,5 +57,5 @@ scale: $(STAMP) ## memory and seconds of Llama-shaped models up to 1B parameters
 
 clean: ## remove the environment and all caches
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
-	rm -f src/squeeze_release/modules/_native*.so
+	rm -f src/squeeze_release/modules/kernels/_native*.so
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,8 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules import fused, shortest
+from squeeze_release.modules.kernels import fused, shortest
+from squeeze_release.modules.kernels import rows as of_rows
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,9 +35,10 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 @pytest.fixture(autouse=True)
-def _plans_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_plans", {})
-    monkeypatch.setattr(shortest, "_seen", {})  # which has plans
+def _kernels_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_rows, "_kernels", {})
+    monkeypatch.setattr(shortest, "_seen", {})  # which has some
+    of_rows._rows.cache_clear(), fused._function.cache_clear()  # and so have these
 
 
 def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: float = 2, **how: Any) -> Any:
@@ -82,8 +84,11 @@ def compare(made: CompensatedLayerNorm, x: Tensor, bound: float = 1e-6, dtype: t
 @needs_kernels
 @BOTH
 @pytest.mark.parametrize("width, rows", [(3, 70), (64, 101), (100, 67), (768, 9), (1000, 5), (4096, 2)])
-@pytest.mark.parametrize("removed", [0, 5])
-def test_kernels_equal_float64(width: int, rows: int, removed: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("removed, at_once", [(0, True), (5, True), (5, False)])
+def test_kernels_equal_float64(
+    width: int, rows: int, removed: int, at_once: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_rows, "AT_ONCE_ROWS", 512 if at_once else 0)
     compare(norm(width, removed, dtype), (2 * torch.randn(rows, width, device=DEVICE) + 1).to(dtype))
 
 
@@ -101,11 +106,12 @@ def test_kernels_equal_float64_on_many_rows(width: int, dtype: torch.dtype) -> N
 
 
 @needs_kernels
-@pytest.mark.parametrize("few", [0, 10**9])
+@pytest.mark.parametrize("few, at_once", [(0, 0), (10**9, 0), (0, 10**9)])
 @pytest.mark.parametrize("width, rows", [(20, 260), (700, 11)])
-def test_tiles_large_and_small(width: int, rows: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "FEW_PROGRAMS", few)
-    monkeypatch.setattr(fused, "_multiprocessors", lambda device: 1)  # few programs, many turns
+def test_tiles_large_and_small(width: int, rows: int, few: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_rows, "AT_ONCE_ROWS", at_once)
+    monkeypatch.setattr(of_rows, "FEW_PROGRAMS", few)
+    monkeypatch.setattr(of_rows, "_multiprocessors", lambda device: 1)  # few programs, many turns
     compare(norm(width, 4), torch.randn(rows, width, device=DEVICE))
 
 
@@ -126,7 +132,7 @@ def test_images_that_lie_channel_by_channel(shape: tuple[int, ...], dtype: torch
     assert y.is_contiguous()
     near(y, copy.deepcopy(made).double()(x.double()))
     if x.shape[1] > 1 and shape[1] > 1:
-        assert any(plan.kernel == "forward" and plan.constants[3] for plan in fused._plans.values())
+        assert any(kernel.name == "forward" and kernel.constants[3] for kernel in of_rows._kernels.values())
 
 
 @needs_kernels
@@ -135,7 +141,7 @@ def test_images_that_lie_channel_by_channel(shape: tuple[int, ...], dtype: torch
 @pytest.mark.parametrize("shape", [(2, 20, 5, 7), (3, 1, 4, 4), (5, 7, 1, 1), (1, 6, 1, 9)])
 @torch.no_grad()
 def test_images(shape: tuple[int, ...], lies: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "FEW_PROGRAMS", few)
+    monkeypatch.setattr(of_rows, "FEW_PROGRAMS", few)
     made, x = norm(shape[1], 4), torch.randn(*shape[:3], 2 * shape[3], device=DEVICE)
     if lies == "with gaps":
         x = x[..., ::2]
@@ -143,7 +149,7 @@ def test_images(shape: tuple[int, ...], lies: str, few: int, monkeypatch: pytest
         x = x[..., : shape[3]].contiguous(
             memory_format=torch.channels_last if lies == "channels last" else torch.contiguous_format
         )
-    rows = fused.Rows(x, made.weight, made.bias, x.dtype, image=True)
+    rows = of_rows.Rows.of(x, made.weight, made.bias, x.dtype, image=True)
     y = rows.plain(x)(x, made.weight, made.bias, made._numbers)
     assert y.shape == x.shape and y.permute(0, 2, 3, 1).is_contiguous()
     near(y.permute(0, 2, 3, 1), copy.deepcopy(made).double()(x.permute(0, 2, 3, 1).double()))
@@ -188,11 +194,11 @@ def test_what_changed_between_forward_and_backward(change: str) -> None:
 @pytest.mark.parametrize("change", ["weight's dtype", "x's dtype", "width", "rows", "statistics"])
 def test_kernels_are_not_given_what_they_were_not_made_for(change: str) -> None:
     made, x = norm(16, 3), torch.randn(4, 16, device=DEVICE)
-    rows = fused.Rows(x, made.weight, made.bias, x.dtype)
+    rows = of_rows.Rows.of(x, made.weight, made.bias, x.dtype)
     stats, dy, weight = torch.randn(4, 2, device=DEVICE), torch.randn(4, 16, device=DEVICE), made.weight
 
     def there() -> bool:
-        return rows.as_they_were(x, weight, stats, dy)
+        return rows.known[0](x, weight, stats, dy) or rows.backward(x, weight, stats, dy) is not None
 
     for _ in range(2):  # before it knows them, and after
         assert there()
@@ -204,7 +210,7 @@ def test_kernels_are_not_given_what_they_were_not_made_for(change: str) -> None:
         other = {"x's dtype": x.bfloat16(), "width": torch.randn(4, 8), "rows": torch.randn(400, 16)}
         x = other[change].to(DEVICE)
     assert not there()
-    rows._same = None
+    rows.known = of_rows._never, of_rows._never
     assert not there()
 
 

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from test_fused import BOTH, _plans_of_this_test, near, needs_gpu, norm  # noqa: F401  a fixture for each test
+from test_fused import BOTH, _kernels_of_this_test, near, needs_gpu, norm  # noqa: F401  a fixture for each test
 from torch import Tensor, nn
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules import fused, launch
+from squeeze_release.modules.kernels import launch, shortest, usual
+from squeeze_release.modules.kernels import rows as of_rows
 
 pytestmark = needs_gpu
 
@@ -20,17 +21,18 @@ def module_and_twin(channel_dim: int = -1) -> tuple[CompensatedLayerNorm, Compen
     return made, copy.deepcopy(made).double()
 
 
-def test_the_module_runs_kernels_and_finds_them_at_once() -> None:
+@pytest.mark.parametrize("rows, backward", [(50, {"backward_at_once"}), (600, {"backward", "total"})])
+def test_the_module_runs_kernels_and_finds_them_again(rows: int, backward: set[str]) -> None:
     made, exact = module_and_twin()
     for _ in range(3):  # the third is launched the short way, forward and backward
-        x = torch.randn(50, 96, device="cuda", requires_grad=True)
+        x = torch.randn(rows, 96, device="cuda", requires_grad=True)
         wide = x.detach().double().requires_grad_()
         y, want = made(x), exact(wide)
         near(y, want)
         near(torch.autograd.grad(y.sin().sum(), x)[0], torch.autograd.grad(want.sin().sum(), wide)[0])
-    ran = [plan for plan in fused._plans.values() if plan.found is not None]
-    assert {plan.kernel for plan in ran} == {"forward", "backward", "total"}
-    assert all(plan.short is not None for plan in ran)
+    ran = [kernel for kernel in of_rows._kernels.values() if kernel.found is not None]
+    assert {kernel.name for kernel in ran} == {"forward"} | backward
+    assert all(kernel.known is not None for kernel in ran)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -44,7 +46,7 @@ def test_channels_first_and_strided(channels_last: bool, gradients: bool) -> Non
             near(made(x), exact(x.double()))
         assert made(x).permute(0, 2, 3, 1).is_contiguous()
         near(made(x[..., ::2]), exact(x[..., ::2].double()))
-    assert fused._plans
+    assert of_rows._kernels
 
 
 def test_a_parameter_whose_memory_is_gone_is_an_error() -> None:
@@ -105,7 +107,7 @@ def test_autocast_is_as_for_layer_norm(dtype: torch.dtype) -> None:
         assert y.dtype == plain(x).dtype == torch.float32
     near(y, copy.deepcopy(made).double()(x.double()))
     y.sum().backward()
-    assert x.grad.dtype == dtype and fused._plans
+    assert x.grad.dtype == dtype and of_rows._kernels
 
 
 def test_the_same_gradients_in_every_run() -> None:
@@ -123,7 +125,7 @@ def test_who_needs_plain_ops_gets_them() -> None:
         near(got, want)
     near(torch.export.export(made, (x,), strict=False).module()(x), want)
     near(torch.func.jvp(made, (x,), (x,))[1], tangent, 1e-5)
-    assert not fused._plans
+    assert not of_rows._kernels
     x.requires_grad_()
     compiled = torch.autograd.grad(torch.compile(made)(x).sin().sum(), x)[0]
     near(compiled, torch.autograd.grad(exact(wide := x.detach().double().requires_grad_()).sin().sum(), wide)[0])
@@ -206,15 +208,27 @@ def test_the_shortest_way_on_another_stream_and_in_a_graph() -> None:
     near(y, exact(x.double()))
 
 
+@pytest.mark.parametrize("rows", [50, 600])
+def test_triton_is_asked_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = norm(96, 20), torch.randn(rows, 96, device="cuda", requires_grad=True)
+
+    def all_of_it() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            without = made(x)
+        y = made(x)
+        return without, y, *torch.autograd.grad(y.sin().sum(), (x, made.weight, made.bias))
+
+    first = all_of_it()
+    monkeypatch.setattr(launch.Kernel, "run", None)  # asked, it is an error
+    for one, other in zip(first, all_of_it(), strict=True):
+        assert torch.equal(one, other)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("way", ["_by_torch", "_by_triton"])
-def test_both_launchers_run_the_same_kernel(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, made = torch.randn(50, 96, device="cuda"), norm(96, 20)
-    want = fused.normalize(x, made.weight, made.bias, made._numbers, x.dtype)
-    monkeypatch.setattr(fused, "_plans", {})
-    make, other = getattr(launch, way), {"_by_torch": "_by_triton", "_by_triton": "_by_torch"}[way]
-    shorts = []
-    monkeypatch.setattr(launch, way, lambda *arguments: shorts.append(make(*arguments)) or shorts[-1])
-    monkeypatch.setattr(launch, other, None)  # asked, it is an error
+def test_without_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = norm(96, 20), torch.randn(50, 96, device="cuda")
+    want = made(x)
+    monkeypatch.setattr(shortest, "_seen", {})
+    monkeypatch.setattr(usual, "compiled", lambda: None)
+    of_rows._rows.cache_clear()
     assert all(torch.equal(made(x), want) for _ in range(3))
-    assert [plan.short for plan in fused._plans.values() if plan.found is not None] == shorts and len(shorts) == 1

@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules import native, shortest
-from squeeze_release.modules.kernel_inputs import Removed, like
+from squeeze_release.modules.kernels import native, shortest
+from squeeze_release.modules.kernels.inputs import Removed, like
 
 pytestmark = pytest.mark.skipif(native._library() is None, reason="there was no C compiler at installation")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,7 +50,8 @@ def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: fl
 
 def applies(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     removed = Removed.of(x.size(-1), 1, 1.0, 1.0, 1.0)
-    return shortest.normalize(x, {"weight": weight, "bias": bias}, removed, x.size(-1), False) is not None
+    norm = {"_parameters": {"weight": weight, "bias": bias}, "_numbers": removed, "_kept": x.size(-1)}
+    return shortest.normalize(x, norm | {"_buffers": {"statistics": x}, "_known": x}, False) is not None
 
 
 def compare(made: CompensatedLayerNorm, x: Tensor, bound: float = 1e-6) -> None:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from . import fused, shortest
-from .kernel_inputs import Parameter, Removed, nobody_watches, output_dtype
+from .kernels import fused, shortest
+from .kernels.inputs import Parameter, Removed, nobody_watches, output_dtype
 from .state import CompensatedNorm, behind
 
 
@@ -84,9 +84,7 @@ class CompensatedLayerNorm(CompensatedNorm):
         image = first and x.dim() == 4
         if first and not image:
             x = x.movedim(1, -1)
-        out = None
-        if not is_dynamo_compiling() and self._buffers["statistics"] is self._known:
-            out = shortest.normalize(x, self._parameters, self._numbers, self._kept, image)
+        out = None if is_dynamo_compiling() else shortest.normalize(x, self.__dict__, image)
         if out is None:
             out = self._elsewhere(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if image else self._elsewhere(x)
         if first and not image:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, empty_like
 
-from .kernel_inputs import GONE, Launch, Parameter, Removed, fits
+from .inputs import GONE, Parameter, Plain, Removed, fits
 
 _VERSION = 3  # of native.c: what an editable installation has built may be older than the source
 
@@ -30,7 +30,7 @@ class _Norm(ctypes.Structure):
     )
 
 
-def kernel(x: Tensor, weight: Parameter, bias: Parameter, image: bool) -> Launch | None:
+def kernel(x: Tensor, weight: Parameter, bias: Parameter, image: bool) -> Plain | None:
     """For inputs like `x` and parameters like these, wherever they lie."""
     width = x.size(1 if image else -1)
     run = _function(x.dtype, width, weight, bias)

@@ -48,6 +48,24 @@ def forward(
         tl.store(stats_at + 2 * row + 1, rstd, mask=row < rows)
 
 
+@triton.jit
+def _normal(x_at, dy_at, stats_at, places, inside, row, rows):
+    """Of a tile: dy and the normalised x, 0 where there is nothing; and 1 / sigma of its rows."""
+    x = tl.load(x_at + places, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dy_at + places, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.load(stats_at + 2 * row, mask=row < rows, other=0.0)
+    rstd = tl.load(stats_at + 2 * row + 1, mask=row < rows, other=0.0)
+    return dy, tl.where(inside, (x - mean[:, None]) * rstd[:, None], 0.0), rstd
+
+
+@triton.jit
+def _to_x(g, normal, rstd, inverse):
+    """dx of whole rows, of g = dy times the weight."""
+    along_mean = tl.sum(g, 1) * inverse
+    along_sigma = tl.sum(g * normal, 1) * inverse
+    return (g - along_mean[:, None] - normal * along_sigma[:, None]) * rstd[:, None]
+
+
 @triton.jit(do_not_specialize=["rows", "groups"])
 def backward(
     x_at, dy_at, weight_at, stats_at, dx_at, parts_at, rows, groups, inverse,
@@ -66,21 +84,14 @@ def backward(
         row = first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & within[None, :]
         places = row.to(tl.int64)[:, None] * width + columns[None, :]
-        x = tl.load(x_at + places, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_at + places, mask=inside, other=0.0).to(tl.float32)
-        mean = tl.load(stats_at + 2 * row, mask=row < rows, other=0.0)
-        rstd = tl.load(stats_at + 2 * row + 1, mask=row < rows, other=0.0)
-
-        normal = tl.where(inside, (x - mean[:, None]) * rstd[:, None], 0.0)
+        dy, normal, rstd = _normal(x_at, dy_at, stats_at, places, inside, row, rows)
         if PARTS:
             to_weight += dy * normal
             to_bias += dy
         g = dy
         if WEIGHT:
             g = dy * weight
-        along_mean = tl.sum(g, 1) * inverse
-        along_sigma = tl.sum(g * normal, 1) * inverse
-        dx = (g - along_mean[:, None] - normal * along_sigma[:, None]) * rstd[:, None]
+        dx = _to_x(g, normal, rstd, inverse)
         tl.store(dx_at + places, dx.to(dx_at.dtype.element_ty), mask=inside)
     if PARTS:
         part = parts_at + tl.program_id(0) * width + columns
@@ -109,3 +120,52 @@ def total(
     if BIAS:  # noqa: SIM102
         if which == 1:
             tl.store(to_bias_at + columns, gradient.to(to_bias_at.dtype.element_ty), mask=within)
+
+
+@triton.jit(do_not_specialize=["rows", "groups"])
+def backward_at_once(
+    x_at, dy_at, weight_at, stats_at, dx_at, to_weight_at, to_bias_at, rows, groups, inverse,
+    WEIGHT: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr, MULTIPLE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """All gradients, of few rows: some programs sum up columns, the others have rows, and none waits for another.
+
+    x and dy are read twice, the second time from a cache: that takes less time than another kernel.
+    """
+    width = groups * MULTIPLE
+    summing = tl.cdiv(width, COLUMNS) if TO_WEIGHT or TO_BIAS else 0
+    if tl.program_id(0) < summing:
+        _sum_columns(x_at, dy_at, stats_at, to_weight_at, to_bias_at, rows, width, TO_WEIGHT, TO_BIAS, DEPTH, COLUMNS)
+    else:
+        row = (tl.program_id(0) - summing) * ROWS + tl.arange(0, ROWS)
+        columns = tl.arange(0, BLOCK)
+        within = columns < width
+        inside = (row < rows)[:, None] & within[None, :]
+        places = row.to(tl.int64)[:, None] * width + columns[None, :]
+        g, normal, rstd = _normal(x_at, dy_at, stats_at, places, inside, row, rows)
+        if WEIGHT:
+            g = g * tl.load(weight_at + columns, mask=within, other=0.0).to(tl.float32)[None, :]
+        dx = _to_x(g, normal, rstd, inverse)
+        tl.store(dx_at + places, dx.to(dx_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_columns(
+    x_at, dy_at, stats_at, to_weight_at, to_bias_at, rows, width,
+    TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    within = columns < width
+    to_weight = tl.zeros([DEPTH, COLUMNS], tl.float32)
+    to_bias = tl.zeros([DEPTH, COLUMNS], tl.float32)
+    for first in range(0, rows, DEPTH):
+        row = first + tl.arange(0, DEPTH)
+        inside = (row < rows)[:, None] & within[None, :]
+        places = row.to(tl.int64)[:, None] * width + columns[None, :]
+        dy, normal, _ = _normal(x_at, dy_at, stats_at, places, inside, row, rows)
+        to_weight += dy * normal
+        to_bias += dy
+    if TO_WEIGHT:
+        tl.store(to_weight_at + columns, tl.sum(to_weight, 0).to(to_weight_at.dtype.element_ty), mask=within)
+    if TO_BIAS:
+        tl.store(to_bias_at + columns, tl.sum(to_bias, 0).to(to_bias_at.dtype.element_ty), mask=within)

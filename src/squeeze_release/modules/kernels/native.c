@@ -24,7 +24,7 @@ const int native_version = 3;  /* of what is below; native.py asks for it */
 
 typedef uint16_t half;  /* bfloat16, the upper half of a float */
 
-typedef struct {        /* the numbers are kernel_inputs.Removed */
+typedef struct {        /* the numbers are inputs.Removed */
     int64_t width;
     float mean, share, cross, base, inverse;
     const void *weight, *bias;      /* either may be missing; given at each call */

@@ -7,13 +7,15 @@ and a quick answer: `TensorGuards`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, is_grad_enabled, nn
+from torch.autograd import forward_ad
 
-from . import fused, native
-from .kernel_inputs import Launch, Parameter, Removed, address_of, like, no_modes, nobody_watches_eager, readable
+from . import fused, native, usual
+from .inputs import Kernels, Parameter, address_of, count_modes, like, nobody_watches_eager, readable
 
 _MISSING: Any = object()
 _MOST = 16  # kinds of inputs of one width: shapes, devices, dtypes, with gradients and without
@@ -27,23 +29,24 @@ class Seen(NamedTuple):
 
     same: Callable[[Tensor, Parameter, Parameter], bool]
     tracked: bool  # one of them requires a gradient
-    plain: Launch | None
-    differentiable: Launch | None
+    kernels: Kernels
 
 
 # By width, and whether of images; norms of one kind share kernels, and how to tell that they fit. The latest are first.
 _seen: dict[tuple[int, bool], tuple[Seen, ...]] = {}
 
 
-def normalize(
-    x: Tensor, parameters: Mapping[str, Parameter], removed: Removed, kept: int, image: bool
-) -> Tensor | None:
+def normalize(x: Tensor, norm: dict[str, Any], image: bool) -> Tensor | None:
     """y; or None where there is no kernel: they are for plain tensors, in eager.
 
-    image: x has four dimensions, and its channels are the second of them; else they are the last.
+    norm: what a CompensatedLayerNorm has. image: x has four dimensions, and its channels are the second of them; else
+    they are the last.
     """
+    if norm["_buffers"]["statistics"] is not norm["_known"]:  # functional_call has put others in their place
+        return None
     if x.is_nested:  # which ends the process in TensorGuards
         return None
+    parameters, removed, kept = norm["_parameters"], norm["_numbers"], norm["_kept"]
     kind = kept, image
     # None is no parameter, and missing is one that is made elsewhere: of a parametrized norm.
     weight, bias = parameters.get("weight", _MISSING), parameters.get("bias", _MISSING)
@@ -59,11 +62,23 @@ def normalize(
             return None
         # As a whole: another thread may look at the same time.
         seen, _seen[kind] = found, (found, *before[: _MOST - 1])
-    if not no_modes():
+    if count_modes() or forward_ad._current_level >= 0:
         return None
-    _, tracked, plain, differentiable = seen
-    launch = differentiable if tracked and is_grad_enabled() else plain
-    return None if launch is None else launch(x, weight, bias, removed)
+    _, tracked, (plain, differentiable) = seen
+    if tracked and is_grad_enabled():
+        return None if differentiable is None else differentiable[removed](x, weight, bias)
+    return None if plain is None else plain(x, weight, bias, removed)
+
+
+_normalize = normalize
+
+
+@functools.cache
+def _shorten() -> None:
+    """From now on C has the usual case, and comes to `_normalize` with all others."""
+    global normalize
+    if (in_c := usual.compiled()) is not None:
+        normalize = in_c.normalize_with(globals())
 
 
 def _look(x: Tensor, weight: Parameter, bias: Parameter, kept: int, image: bool) -> Seen | None:
@@ -75,28 +90,14 @@ def _look(x: Tensor, weight: Parameter, bias: Parameter, kept: int, image: bool)
     for parameter in (weight, bias):
         if parameter is not None and not (parameter.__class__ is nn.Parameter and address_of(parameter)):
             return None
-    same = _like(x, weight, bias, image)
+    same = like(x, weight, bias, channels=None if x.is_cuda else 1 if image else -1)
     if same is None:
         return None
-    plain: Launch | None = None
-    differentiable: Launch | None = None
+    kernels = Kernels(None, None)
     if x.is_cpu:
-        plain = native.kernel(x, weight, bias, image)
+        kernels = Kernels(native.kernel(x, weight, bias, image), None)
     elif x.is_cuda:
-        plain, differentiable = fused.kernels(x, weight, bias, image)
+        kernels = fused.kernels(x, weight, bias, image)
+        _shorten()
     tracked = any(each is not None and each.requires_grad for each in (x, weight, bias))
-    return Seen(same, tracked, plain, differentiable)
-
-
-def _like(
-    x: Tensor, weight: Parameter, bias: Parameter, image: bool
-) -> Callable[[Tensor, Parameter, Parameter], bool] | None:
-    there = (each for each in (x, weight, bias) if each is not None)
-    same = like(*there, channels=None if x.is_cuda else 1 if image else -1)
-    if same is None or (weight is not None and bias is not None):
-        return same  # None is not like a tensor
-    if weight is not None:
-        return lambda x, weight, bias: bias is None and same(x, weight)
-    if bias is not None:
-        return lambda x, weight, bias: weight is None and same(x, bias)
-    return lambda x, weight, bias: weight is None and bias is None and same(x)
+    return Seen(same, tracked, kernels)

@@ -5,18 +5,18 @@ A kernel sees memory and nothing else: not who traces or differentiates, not who
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C import _dispatch_tls_local_include_set as _listeners
-from torch._C import _len_torch_dispatch_stack as _count_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 Parameter = Tensor | None
+count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of inputs; computed in float32
 GONE = (
     "a tensor of CompensatedLayerNorm has numbers, but its memory is gone, so there is nothing to read: "
@@ -41,7 +41,15 @@ class Removed(NamedTuple):
         return cls(mean, count / width, kept * count / width**2, m2 / width + eps, 1 / width)
 
 
-Launch = Callable[[Tensor, Parameter, Parameter, Removed], Tensor | None]
+Plain = Callable[[Tensor, Parameter, Parameter, Removed], Tensor | None]
+Differentiable = Callable[[Tensor, Parameter, Parameter], Tensor]
+
+
+class Kernels(NamedTuple):
+    """For tensors of one kind: without gradients; and with them, for what is known of the removed channels."""
+
+    plain: Plain | None
+    differentiable: Mapping[Removed, Differentiable] | None
 
 
 def nobody_watches() -> bool:
@@ -52,11 +60,6 @@ def nobody_watches() -> bool:
 def nobody_watches_eager() -> bool:
     """For who has asked a compiler already: all others listen at torch's dispatcher, but for forward gradients."""
     return not _listeners().raw_repr() & ~_USUAL and forward_ad._current_level < 0
-
-
-def no_modes() -> bool:
-    """What `like` overlooks: a compiler's own modes, and forward gradients."""
-    return not _count_modes() and forward_ad._current_level < 0
 
 
 def address_of(tensor: Tensor) -> int:
@@ -88,28 +91,39 @@ def fits(parameter: Tensor, width: int, device: int) -> bool:
     )
 
 
-def like(*tensors: Tensor, channels: int | None = None) -> Callable[..., bool] | None:
+def like(*tensors: Parameter, channels: int | None = None) -> Callable[..., bool] | None:
     """Whether tensors are as these, in all that a kernel believes of them but their addresses, in one call.
 
     torch's compiler asks this before every call of what it has compiled; of autocast, transforms and modes too, by what
-    they do to the dispatcher. What it overlooks `no_modes` sees.
+    they do to the dispatcher. What it overlooks are a compiler's own
+    modes (`count_modes`) and forward gradients. Where one is None here, only None is like it.
 
     channels: of the first tensor this dimension alone must be as long; its other sizes, and strides, are left open.
     """
+    there = [tensor for tensor in tensors if tensor is not None]
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        sizes: Any = [list(tensor.shape) for tensor in tensors]  # as it takes them, not as it is annotated
-        strides: Any = [list(tensor.stride()) for tensor in tensors]
+        sizes: Any = [list(tensor.shape) for tensor in there]  # as it takes them, not as it is annotated
+        strides: Any = [list(tensor.stride()) for tensor in there]
         if channels is not None:
-            rank = tensors[0].dim()
+            rank = there[0].dim()
             sizes[0], strides[0] = [None] * rank, [None] * rank
-            sizes[0][channels] = tensors[0].size(channels)
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+            sizes[0][channels] = there[0].size(channels)
+        guards = TensorGuards(*there, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         check: Callable[..., bool] = guards.check
-        return check if check(*tensors) else None
+        if not check(*there):
+            return None
     except Exception:  # it is not public: whatever another torch says to this, there is another way
         return None
+    missing = [tensor is None for tensor in tensors]
+
+    def same(*others: Parameter) -> bool:
+        if [other is None for other in others] != missing:
+            return False
+        return check(*(other for other in others if other is not None))
+
+    return same if any(missing) else check  # None is not like a tensor
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
