@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from squeeze_release import CompensatedLayerNorm
 from squeeze_release.modules.kernels import fused, shortest
@@ -191,6 +192,28 @@ def test_what_changed_between_forward_and_backward(change: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("seen", [False, True])
+def test_activations_that_are_computed_again(seen: bool) -> None:
+    """torch.utils.checkpoint lets each saved tensor be unpacked once."""
+    made, x = norm(16, 3), torch.randn(5, 16, device=DEVICE, requires_grad=True)
+    want = torch.autograd.grad(run(made, x).sin().sum(), x)[0]
+    if not seen:
+        of_rows._rows.cache_clear(), fused._function.cache_clear()
+    for _ in range(2):
+        y = checkpoint(lambda x: run(made, x), x, use_reentrant=False)
+        torch.testing.assert_close(torch.autograd.grad(y.sin().sum(), x)[0], want)
+
+
+@needs_kernels
+def test_two_norms_of_one_kind() -> None:
+    """They share rows, and not what they have lost."""
+    norms, x = [norm(16, removed, offset=5) for removed in (3, 9)], torch.randn(5, 16, device=DEVICE)
+    for _ in range(2):
+        for made in norms:
+            compare(made, x.detach())
+
+
+@needs_kernels
 @pytest.mark.parametrize("change", ["weight's dtype", "x's dtype", "width", "rows", "statistics"])
 def test_kernels_are_not_given_what_they_were_not_made_for(change: str) -> None:
     made, x = norm(16, 3), torch.randn(4, 16, device=DEVICE)
@@ -198,7 +221,7 @@ def test_kernels_are_not_given_what_they_were_not_made_for(change: str) -> None:
     stats, dy, weight = torch.randn(4, 2, device=DEVICE), torch.randn(4, 16, device=DEVICE), made.weight
 
     def there() -> bool:
-        return rows.known[0](x, weight, stats, dy) or rows.backward(x, weight, stats, dy) is not None
+        return rows.way_back[0](x, weight, stats, dy) or rows.backward(x, weight, stats, dy) is not None
 
     for _ in range(2):  # before it knows them, and after
         assert there()
@@ -210,7 +233,7 @@ def test_kernels_are_not_given_what_they_were_not_made_for(change: str) -> None:
         other = {"x's dtype": x.bfloat16(), "width": torch.randn(4, 8), "rows": torch.randn(400, 16)}
         x = other[change].to(DEVICE)
     assert not there()
-    rows.known = of_rows._never, of_rows._never
+    rows.way_back = of_rows._never, of_rows._never
     assert not there()
 
 

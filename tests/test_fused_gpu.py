@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -232,3 +233,11 @@ def test_without_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usual, "compiled", lambda: None)
     of_rows._rows.cache_clear()
     assert all(torch.equal(made(x), want) for _ in range(3))
+
+
+@torch.no_grad()
+def test_a_thread_that_has_not_used_cuda_yet() -> None:
+    made, x = norm(96, 20), torch.randn(50, 96, device="cuda")
+    want = [made(x) for _ in range(2)][-1]
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(torch.no_grad()(made), x).result(), want)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -81,6 +83,13 @@ def test_a_kernel_that_wants_more_is_not_known(metadata: dict[str, Any]) -> None
 )
 def test_a_kernel_of_other_parameters_is_not_known(other: str) -> None:
     assert launch.known(compiled(other), 2, 2) is None
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_kernel_that_another_thread_is_still_loading_is_not_known() -> None:
+    found = compiled()
+    found.function = None
+    assert launch.known(found, 2, 2) is None
 
 
 def test_without_a_driver_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +200,9 @@ def test_a_kernel_that_has_not_run_takes_the_long_way(in_c: Any) -> None:
     assert isinstance(way.known().run(x, weight, numbers), tuple) and len(way.driver.calls) == 1
 
 
-@pytest.mark.parametrize("why", ["not aligned", "memory is gone", "another device", "an output is not aligned"])
+@pytest.mark.parametrize(
+    "why", ["not aligned", "memory is gone", "another device", "an output is not aligned", "it was not launched"]
+)
 def test_other_tensors_take_the_long_way(why: str, in_c: Any) -> None:
     def uneven(shape: Any, stride: Any, dtype: Any) -> Tensor:
         return torch.empty(100)[1:]
@@ -203,8 +214,9 @@ def test_other_tensors_take_the_long_way(why: str, in_c: Any) -> None:
         weight = torch.randn(9)[1:]
     if why == "memory is gone":
         weight.untyped_storage().resize_(0)
+    way.driver.answer = 201 * (why == "it was not launched")  # a thread has no context before it uses CUDA
     assert way.run(x, weight, (0.5, -2.0)) == "the long way"
-    assert not way.driver.calls
+    assert len(way.driver.calls) == (why == "it was not launched")
 
 
 @pytest.mark.parametrize(
@@ -234,9 +246,6 @@ def test_errors_are_handed_on(in_c: Any, way: Way) -> None:
         way.run(x, "weight", (0.5, -2.0))
     with pytest.raises(TypeError):
         way.run(x, weight, ("0.5", -2.0))
-    way.driver.answer = 700
-    with pytest.raises(RuntimeError, match="not launched: CUDA error 700"):
-        way.run(x, weight, (0.5, -2.0))
 
     def full(*arguments: Any) -> Tensor:
         raise torch.OutOfMemoryError("no memory")
@@ -257,8 +266,7 @@ def test_nothing_is_kept(in_c: Any) -> None:
         way.run(x, None, numbers)
         way.run(x, torch.randn(9)[1:], numbers)
         way.driver.answer = 1
-        with pytest.raises(RuntimeError):
-            way.run(x, weight, numbers)
+        way.run(x, weight, numbers)
         way.driver.answer = 0
         way.driver.calls.clear(), way.long.calls.clear()
 
@@ -321,6 +329,37 @@ def test_the_long_way_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     run = launch.launch(kernel, (2, 1), -1, empty, (Y, None), (5, -6), alone=True)  # type: ignore[arg-type]
     for asked in (1, 2):
         assert run(x, None, (0.5, -2.0)).eq(1).all() and kernel.asked == asked
+
+
+class Triton:
+    """Two threads that come at once both compile; what is not kept is unloaded, as Triton does."""
+
+    def __init__(self) -> None:
+        self.kept: Any = None
+        self.compiled = 0
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        return self._run
+
+    def _run(self, *arguments: Any, **options: Any) -> Any:
+        if self.kept is None:
+            time.sleep(0.05)
+            self.compiled += 1
+            self.kept = compiled()
+        return self.kept
+
+
+def test_one_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = Triton()
+    monkeypatch.setattr(launch, "_kernels", lambda: SimpleNamespace(forward=triton))
+    monkeypatch.setattr(launch, "_driver", lambda: 7)
+    kernel, (x, weight) = launch.Kernel("forward", (), 4), tensors()
+    threads = [threading.Thread(target=kernel.run, args=((1, 1), [x, weight], (1, 0.5))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert triton.compiled == 1 and kernel.found is triton.kept and kernel.known == launch.Known(7, 99, 128, 32, 1)
 
 
 def test_memory_that_is_gone_is_an_error() -> None:

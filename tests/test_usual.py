@@ -20,10 +20,16 @@ REMOVED = (0.1, 0.2, 0.3, 0.4, 0.5)
 class Context:
     """Autograd's."""
 
-    saved_tensors: tuple[Tensor | None, ...]
+    def __init__(self) -> None:
+        self.read: list[tuple[Tensor | None, ...]] = []
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
+        self._saved: tuple[Tensor | None, ...] = tensors
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        self.read.append(self._saved)
+        return self._saved
 
 
 class Both:
@@ -32,9 +38,9 @@ class Both:
     def __init__(self, in_c: Any) -> None:
         self.x, self.weight = torch.randn(4, 8), torch.randn(8)
         self.dy, self.enabled, self.modes, self._current_level = torch.randn(4, 8), False, 0, -1
-        self.known, self.called = (self._same, self._run), []
+        self.way_back, self.called = (self._same, self._run), []
         asks = lambda: self.enabled, lambda: self.modes, self
-        self.halves = in_c.Halves(self._with_stats, REMOVED, self, self._otherwise, asks)
+        self.halves = in_c.Halves(self._with_stats, REMOVED, self, self._unusual, asks)
         self.context = type("Context", (Context,), {"apply": in_c.method(self.halves.backward)})()
 
     def _with_stats(self, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -48,8 +54,9 @@ class Both:
         self.called.append(arguments)
         return "gradients"
 
-    def _otherwise(self, ctx: Any, dy: Tensor) -> str:
-        assert ctx is self.context
+    def _unusual(self, x: Tensor, weight: Tensor, stats: Tensor, dy: Tensor) -> str:
+        saved = self.context.read[-1]
+        assert x is saved[0] and weight is saved[1] and stats is saved[2]
         self.called.append((dy,))
         return "the long way"
 
@@ -88,32 +95,53 @@ def test_errors_of_autograd_are_handed_on(in_c: Any, both: Both) -> None:
         raise ValueError("on the way")
 
     for way in ((fails, both._run), (both._same, fails)):
-        both.known = way
+        both.way_back = way
         with pytest.raises(ValueError, match="on the way"):
             both.context.apply(both.dy)
-    del both.context.saved_tensors
-    with pytest.raises(AttributeError, match="saved_tensors"):
+    del both.context._saved
+    with pytest.raises(AttributeError, match="_saved"):
         both.context.apply(both.dy)
     asks = lambda: False, lambda: 0, both
     with pytest.raises(ValueError, match="on the way"):
         in_c.Halves(fails, REMOVED, both, fails, asks).forward(Context(), both.x, None, None)
-    with pytest.raises(TypeError, match="4 arguments"):
+    with pytest.raises(TypeError, match="takes 4"):
         both.halves.forward(Context())
-    with pytest.raises(TypeError, match="2 arguments"):
+    with pytest.raises(TypeError, match="takes 2"):
         both.context.apply()
     with pytest.raises(TypeError):
         in_c.Halves(fails, list(REMOVED), both, fails, asks)
     assert not both.called
 
 
+@pytest.mark.parametrize("dy", ["seen", "other"])
+def test_what_was_saved_is_unpacked_once(dy: str, both: Both) -> None:
+    both.context.read.clear()
+    both.context.apply(both.dy if dy == "seen" else torch.randn(4, 8))
+    assert len(both.context.read) == 1
+
+
+def test_what_was_saved_must_be_three(both: Both) -> None:
+    both.context._saved = ()
+    with pytest.raises(RuntimeError, match="three tensors"):
+        both.context.apply(both.dy)
+
+
+def test_objects_that_never_began(in_c: Any) -> None:
+    for broken in (in_c.Halves.__new__(in_c.Halves).forward, in_c.Halves.__new__(in_c.Halves).backward):
+        with pytest.raises(TypeError):
+            broken(1, 2, 3, 4)
+    with pytest.raises((TypeError, RuntimeError)):
+        in_c.Launch.__new__(in_c.Launch)(1, 2)
+
+
 def test_autograd_keeps_nothing(both: Both) -> None:
     other = torch.randn(4, 8)
-    counted = both.x, both.weight, both.dy, other, REMOVED, both.known, both.context.saved_tensors[2], both.context
+    counted = both.x, both.weight, both.dy, other, REMOVED, both.way_back, both.context.saved_tensors[2], both.context
 
     def run() -> None:
         both.halves.forward(Context(), both.x, both.weight, None)
         both.context.apply(both.dy), both.context.apply(other)
-        both.called.clear()
+        both.called.clear(), both.context.read.clear()
 
     run()
     before = [sys.getrefcount(each) for each in counted]
@@ -232,6 +260,30 @@ def test_other_arguments_of_the_shortest_way(in_c: Any, asked: Asked) -> None:
         in_c.normalize_with([])
     with pytest.raises(TypeError, match="misses _seen"):
         in_c.normalize_with({})
+
+
+def test_a_norm_without_statistics_is_handed_on(asked: Asked) -> None:
+    del asked.norm["_buffers"]["statistics"], asked.norm["_known"]
+    assert asked() == "normalize"
+
+
+def test_what_another_thread_exchanges_stays_until_the_end(asked: Asked) -> None:
+    def same(x: Tensor, weight: Any, bias: Any) -> bool:
+        asked.norm["_parameters"] = {}  # the only one who held them
+        asked.norm["_numbers"] = None
+        return True
+
+    asked.norm["_parameters"] = {"weight": torch.ones(8), "bias": torch.ones(8)}
+    _, tracked, (_, differentiable) = asked.way("this", asked.x)
+    asked.globals["_seen"] = {(8, False): ((same, tracked, (None, differentiable)),)}
+    assert asked() == "this, differentiable"
+    assert torch.equal(asked.called[0][2], torch.ones(8)) and torch.equal(asked.called[0][3], torch.ones(8))
+
+
+def test_a_level_that_is_no_number_is_an_error(asked: Asked) -> None:
+    asked._current_level = "none"  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        asked()
 
 
 def test_the_shortest_way_keeps_nothing(asked: Asked) -> None:

@@ -109,6 +109,9 @@ def _function(rows: Rows, removed: Removed) -> Differentiable:
 
     def backward(ctx: Any, dy: Tensor) -> tuple[Parameter, ...]:
         x, weight, stats = ctx.saved_tensors
+        return unusual(x, weight, stats, dy)
+
+    def unusual(x: Tensor, weight: Parameter, stats: Tensor, dy: Tensor) -> tuple[Parameter, ...]:
         # With create_graph these gradients will be differentiated themselves.
         run = None if is_grad_enabled() else rows.backward(x, weight, stats, dy)
         if run is None:
@@ -117,7 +120,7 @@ def _function(rows: Rows, removed: Removed) -> Differentiable:
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     if (in_c := usual.compiled()) is not None:
-        halves = in_c.Halves(rows.with_stats, removed, rows, backward, (is_grad_enabled, count_modes, forward_ad))
+        halves = in_c.Halves(rows.with_stats, removed, rows, unusual, (is_grad_enabled, count_modes, forward_ad))
         methods["forward"] = staticmethod(halves.forward)
     function: Any = type("CompensatedLayerNorm", (torch.autograd.Function,), methods)
     if in_c is not None:

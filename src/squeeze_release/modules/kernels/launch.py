@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype | None]
 Launch = Callable[..., Any]
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # a build for CPUs has none
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+_one_at_a_time = threading.RLock()
 
 
 class Tile(NamedTuple):
@@ -61,10 +63,12 @@ class Kernel:
         if 0 in addresses:
             raise RuntimeError(GONE)
         kernel = getattr(_kernels(), self.name)
-        # Products and sums are rounded one by one, so that a network says the same with gradients and without.
-        found = kernel[grid](*tensors, *numbers, *self.constants, num_warps=self.warps, enable_fp_fusion=False)
-        if found is not None and self.found is None and all(address % 16 == 0 for address in addresses):
-            self.found, self.known = found, known(found, len(tensors), len(numbers))
+        # Two threads would both compile it, and Triton keep one.
+        with _one_at_a_time:
+            # Products and sums are rounded one by one, so that a network says the same with gradients and without.
+            found = kernel[grid](*tensors, *numbers, *self.constants, num_warps=self.warps, enable_fp_fusion=False)
+            if found is not None and self.found is None and all(address % 16 == 0 for address in addresses):
+                self.found, self.known = found, known(found, len(tensors), len(numbers))
 
 
 class LongWay:
@@ -120,7 +124,7 @@ def known(found: Any, tensors: int, numbers: int) -> Known | None:
         hidden = len(bits) - len(told)
         scratch = metadata.global_scratch_size or metadata.profile_scratch_size
         special = metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl
-        if hidden < 0 or bits != told + [64] * hidden or scratch or special:
+        if hidden < 0 or bits != told + [64] * hidden or scratch or special or not isinstance(found.function, int):
             return None
         return Known(_driver(), found.function, 32 * metadata.num_warps, metadata.shared, hidden)
     except (AttributeError, KeyError, OSError, TypeError, ValueError):  # another Triton: the long way remains

@@ -31,11 +31,9 @@ Gradients = tuple[Tensor, Parameter, Parameter]  # of x, weight and bias; of the
 Backward = Callable[[Tensor, Tensor, Parameter, Tensor, tuple[float]], Gradients]  # x, dy, weight, statistics, (1 / C,)
 
 Outputs = tuple[Output | None, ...]
+NOWHERE = -1  # pixels, of rows that lie as they should
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}
-
-
-Known = tuple[Callable[..., bool], Backward]  # whether tensors are like some seen before, and the way for them
 
 
 class Kind(NamedTuple):
@@ -48,27 +46,31 @@ class Kind(NamedTuple):
     y_dtype: torch.dtype
     weight_dtype: torch.dtype | None
     bias_dtype: torch.dtype | None
-    to_weight: bool  # whether its gradient is asked for
+    to_x: bool  # whether its gradient is asked for; it is there in any case
+    to_weight: bool
     to_bias: bool
 
 
 class Rows:
     def __init__(self, kind: Kind) -> None:
-        self.shape, self.image, device, *dtypes, self.to_weight, self.to_bias = kind
+        self.shape, self.image, device, *dtypes, _, self.to_weight, self.to_bias = kind
         self.x_dtype, self.y_dtype, self.weight_dtype, self.bias_dtype = dtypes
         self.device, self.empty = -1 if device.index is None else device.index, _allocator(device)
         self.stride, self.width, self.size = _contiguous(self.shape), self.shape[-1], math.prod(self.shape)
         self.count, self.few = self.size // self.width, self.size < FEW_PROGRAMS * TILE
         self.multiple = math.gcd(self.width, 8)
         self.groups = self.width // self.multiple
-        self.known: Known = _never, _never
+        # Whether tensors are like some that were saved, and the way for them.
+        self.way_back: tuple[Callable[..., bool], Backward] = _never, _never
+        self._plain: dict[int, Forward] = {}
+        self._backward: dict[tuple[torch.dtype, bool], Backward] = {}
 
     @classmethod
     def of(cls, x: Tensor, weight: Parameter, bias: Parameter, dtype: torch.dtype, image: bool = False) -> Rows:
         """The one for tensors of this kind. dtype: of y."""
         shape = tuple((x.permute(0, 2, 3, 1) if image else x).shape)
         weight_dtype, bias_dtype = (None if each is None else each.dtype for each in (weight, bias))
-        asked = (each is not None and each.requires_grad for each in (weight, bias))
+        asked = (each is not None and each.requires_grad for each in (x, weight, bias))
         return _rows(Kind(shape, image, x.device, x.dtype, dtype, weight_dtype, bias_dtype, *asked))
 
     # ---------------------------------------------------------------------------------------------------------- forward
@@ -76,10 +78,13 @@ class Rows:
     def plain(self, x: Tensor) -> Forward:
         """To y, from tensors that lie as x does."""
         last = x.permute(0, 2, 3, 1) if self.image else x
-        if last.is_contiguous():
-            return self._forward(self.image)
-        pixels = _pixels(last) if self.few else 0
-        run = self._forward(self.image, pixels)
+        pixels = NOWHERE if last.is_contiguous() else _pixels(last) if self.few else 0
+        if pixels not in self._plain:
+            self._plain[pixels] = self._plain_of(pixels)
+        return self._plain[pixels]
+
+    def _plain_of(self, pixels: int) -> Forward:
+        run = self._forward(self.image, max(0, pixels))
         layout = torch.channels_last if self.image else torch.contiguous_format
         return run if pixels else lambda x, *others: run(x.contiguous(memory_format=layout), *others)
 
@@ -103,18 +108,17 @@ class Rows:
     # --------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, x: Tensor, weight: Parameter, stats: Tensor, dy: Tensor) -> Backward | None:
-        """The way to the gradients, `known` from now on.
+        """The way to the gradients, known from now on.
 
         None where kernels cannot: they are for plain tensors as they were saved, and `.data =`, or hooks of whoever
         saves memory, may have changed them.
         """
-        same, run = self.known
-        if same(x, weight, stats, dy) and nobody_watches():
-            return run
         if not self._as_they_were(x, weight, stats, dy):
             return None
-        self.known = like(x, weight, stats, dy) or _never, self._backward(dy)
-        return self.known[1]
+        kind = dy.dtype, dy.is_contiguous()
+        run = self._backward.get(kind) or self._backward.setdefault(kind, self._backward_of(*kind))
+        self.way_back = like(x, weight, stats, dy) or _never, run
+        return run
 
     def _as_they_were(self, x: Tensor, weight: Parameter, stats: Tensor, dy: Tensor) -> bool:
         if not nobody_watches() or not all(readable(each, self.device) for each in (x, stats, dy)):
@@ -127,16 +131,16 @@ class Rows:
             return False
         return weight is None or fits(weight, self.width, self.device)
 
-    def _backward(self, dy: Tensor) -> Backward:
-        """From tensors that lie as dy does."""
+    def _backward_of(self, dy_dtype: torch.dtype, contiguous: bool) -> Backward:
+        """From gradients of this dtype, that lie so."""
         outputs = (
             (self.shape, self.stride, self.x_dtype),
             ((self.width,), (1,), self.weight_dtype) if self.to_weight else None,
             ((self.width,), (1,), self.bias_dtype) if self.to_bias else None,
         )
         few = self.count <= AT_ONCE_ROWS and self.size <= AT_ONCE_ELEMENTS
-        run = (self._at_once if few else self._in_parts)(outputs, dy.dtype)
-        return run if dy.is_contiguous() else lambda x, dy, *others: run(x, dy.contiguous(), *others)
+        run = (self._at_once if few else self._in_parts)(outputs, dy_dtype)
+        return run if contiguous else lambda x, dy, *others: run(x, dy.contiguous(), *others)
 
     def _at_once(self, outputs: Outputs, dy_dtype: torch.dtype) -> Backward:
         """Few rows: one kernel."""
@@ -162,13 +166,13 @@ class Rows:
         like_x, like_weight, like_bias = outputs
         like_parts = (2, programs, self.width), (programs * self.width, self.width, 1), torch.float32
         constants = self.weight_dtype is not None, summed, self.multiple, *tile.shape
-        dtypes: tuple[Any, ...] = self.x_dtype, self.weight_dtype, dy_dtype
-        kernel, integers = self._kernel("backward", constants, tile, dtypes), (self.count, self.groups)
+        kernel = self._kernel("backward", constants, tile, (self.x_dtype, self.weight_dtype, dy_dtype))
+        integers = self.count, self.groups
         to_x = self._launch(kernel, (programs, 1), (like_x, like_parts if summed else None), integers)
         if not summed:
             return lambda *arguments: (*to_x(*arguments), None)
-        dtypes = self.weight_dtype if self.to_weight else None, self.bias_dtype if self.to_bias else None
-        kernel = self._kernel("total", (self.to_weight, self.to_bias, *TOTAL.shape), TOTAL, dtypes)
+        asked = self.weight_dtype if self.to_weight else None, self.bias_dtype if self.to_bias else None
+        kernel = self._kernel("total", (self.to_weight, self.to_bias, *TOTAL.shape), TOTAL, asked)
         grid = -(-self.width // TOTAL.block), 2
         total = self._launch(kernel, grid, (like_weight, like_bias), (programs, self.width))
 
