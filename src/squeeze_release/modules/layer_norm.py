@@ -23,8 +23,8 @@ class CompensatedLayerNorm(CompensatedNorm):
     the module's device, never its dtype: in half precision M2 would overflow. Change it by `merge`, `load_state_dict`
     or assignment, not in place.
 
-    In eager it is one kernel: on an NVIDIA GPU with Triton forward and backward (`fused.py`), on a CPU where nothing is
-    differentiated (`native.py`); the way there is `shortest.py`. Elsewhere it is torch's own ops.
+    In eager it is one kernel (`kernels/`): on an NVIDIA GPU with Triton forward and backward, on a CPU where nothing is
+    differentiated. Elsewhere it is torch's own ops.
     """
 
     _DERIVED_FROM = ("statistics", "weight", "eps")
