@@ -19,7 +19,8 @@ networks=${NETWORKS:-fc resnet18 convnext_tiny vit_small}
 export PYTHONPATH="src:tests:benchmarks${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
 
 tests() {
-  python -u -m pytest -q -p no:cacheprovider tests/test_fused.py tests/test_fused_gpu.py tests/test_launch.py 2>&1 | tee "$out/tests.txt"
+  python -u -m pytest -q -p no:cacheprovider tests/test_fused.py tests/test_fused_where.py tests/test_fused_gpu.py \
+    tests/test_launch.py tests/test_usual.py 2>&1 | tee "$out/tests.txt"
 }
 
 eager() {

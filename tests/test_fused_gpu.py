@@ -229,9 +229,8 @@ def test_triton_is_asked_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     made, x = norm(96, 20), torch.randn(50, 96, device="cuda")
     want = made(x)
-    monkeypatch.setattr(shortest, "_seen", {})
     monkeypatch.setattr(usual, "compiled", lambda: None)
-    of_rows._rows.cache_clear()
+    shortest.forget()
     assert all(torch.equal(made(x), want) for _ in range(3))
 
 

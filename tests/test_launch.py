@@ -314,7 +314,7 @@ def test_the_long_way_teaches_the_short_one(in_c: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(launch.usual, "compiled", lambda: in_c)
     monkeypatch.setattr(launch, "current_stream", lambda device: 9)
     kernel, driver, (x, weight) = Kernel(), Driver("ppppiiff"), tensors()
-    run = launch.launch(kernel, (2, 1), -1, empty, (Y, STATS), (5, -6))  # type: ignore[arg-type]
+    run = launch.LongWay(kernel, (2, 1), -1, empty, (Y, STATS), (5, -6)).shortest  # type: ignore[arg-type]
     y, stats = run(x, weight, (0.5, -2.0))
     assert y.eq(1).all() and stats.shape == (4, 2) and kernel.asked == 1
     run.know(driver.at, FUNCTION, THREADS, SHARED, 0)  # which Triton's part had made up
@@ -326,7 +326,7 @@ def test_the_long_way_teaches_the_short_one(in_c: Any, monkeypatch: pytest.Monke
 def test_the_long_way_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.usual, "compiled", lambda: None)
     kernel, (x, _) = Kernel(), tensors()
-    run = launch.launch(kernel, (2, 1), -1, empty, (Y, None), (5, -6), alone=True)  # type: ignore[arg-type]
+    run = launch.LongWay(kernel, (2, 1), -1, empty, (Y, None), (5, -6), alone=True).shortest  # type: ignore[arg-type]
     for asked in (1, 2):
         assert run(x, None, (0.5, -2.0)).eq(1).all() and kernel.asked == asked
 

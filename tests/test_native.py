@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_fused import Other, Watches, near
+from test_fused import near
+from test_fused_where import Other, Watches
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx

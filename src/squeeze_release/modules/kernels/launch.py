@@ -21,6 +21,7 @@ from .inputs import GONE, Parameter
 
 Allocate = Callable[..., Tensor]  # from shape, strides and dtype
 Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype | None]
+Outputs = tuple[Output | None, ...]
 Launch = Callable[..., Any]
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # a build for CPUs has none
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
@@ -80,7 +81,7 @@ class LongWay:
 
     def __init__(
         self, kernel: Kernel, grid: tuple[int, int], device: int, empty: Allocate,
-        outputs: tuple[Output | None, ...], integers: tuple[int, ...], alone: bool,
+        outputs: Outputs, integers: tuple[int, ...], alone: bool = False,
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.device, self.empty = kernel, grid, device, empty
         self.outputs, self.integers, self.alone = outputs, integers, alone
@@ -91,10 +92,15 @@ class LongWay:
             if kernel.known is not None:
                 self.short.know(*kernel.known)
 
+    @property
+    def shortest(self) -> Launch:
+        """The shortest way that there is; it leads to this one where it does not know better."""
+        return self if self.short is None else self.short
+
     def __call__(self, *arguments: Any) -> Any:
         if current_device() != self.device >= 0:
             with torch.cuda.device(self.device):
-                return (self.short or self)(*arguments)
+                return self.shortest(*arguments)
         *read, numbers = arguments
         filled = [None if each is None else self.empty(*each) for each in self.outputs]
         tensors: list[Parameter] = [*read, *filled]
@@ -105,15 +111,6 @@ class LongWay:
         if self.short is not None and self.kernel.known is not None:
             self.short.know(*self.kernel.known)
         return filled[0] if self.alone else tuple(filled)
-
-
-def launch(
-    kernel: Kernel, grid: tuple[int, int], device: int, empty: Allocate,
-    outputs: tuple[Output | None, ...], integers: tuple[int, ...], alone: bool = False,
-) -> Launch:  # fmt: skip
-    """The shortest way that there is; it leads to the long one where it does not know better."""
-    long = LongWay(kernel, grid, device, empty, outputs, integers, alone)
-    return long if long.short is None else long.short
 
 
 def known(found: Any, tensors: int, numbers: int) -> Known | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .inputs import Parameter, Removed, fits, like, nobody_watches, readable
-from .launch import Kernel, Launch, Output, Tile, launch
+from .launch import Kernel, Launch, LongWay, Outputs, Tile
 
 TILE = 2048  # elements that a program holds at a time, if a row is not longer
 WARP_ELEMENTS = 512  # 16 to a thread
@@ -29,9 +29,7 @@ Forward = Callable[[Tensor, Parameter, Parameter, Removed], Tensor]
 WithStats = Callable[[Tensor, Parameter, Parameter, Removed], tuple[Tensor, Tensor]]
 Gradients = tuple[Tensor, Parameter, Parameter]  # of x, weight and bias; of these two where they are asked for
 Backward = Callable[[Tensor, Tensor, Parameter, Tensor, tuple[float]], Gradients]  # x, dy, weight, statistics, (1 / C,)
-
-Outputs = tuple[Output | None, ...]
-NOWHERE = -1  # pixels, of rows that lie as they should
+AS_ROWS = -1  # in place of pixels: x lies row by row already
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 
@@ -78,7 +76,7 @@ class Rows:
     def plain(self, x: Tensor) -> Forward:
         """To y, from tensors that lie as x does."""
         last = x.permute(0, 2, 3, 1) if self.image else x
-        pixels = NOWHERE if last.is_contiguous() else _pixels(last) if self.few else 0
+        pixels = AS_ROWS if last.is_contiguous() else _pixels(last) if self.few else 0
         if pixels not in self._plain:
             self._plain[pixels] = self._plain_of(pixels)
         return self._plain[pixels]
@@ -195,7 +193,7 @@ class Rows:
     def _launch(
         self, kernel: Kernel, grid: tuple[int, int], outputs: Outputs, integers: tuple[int, ...], alone: bool = False
     ) -> Launch:
-        return launch(kernel, grid, self.device, self.empty, outputs, integers, alone)
+        return LongWay(kernel, grid, self.device, self.empty, outputs, integers, alone).shortest
 
 
 _rows = functools.lru_cache(1024)(Rows)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, is_grad_enabled, nn
 from torch.autograd import forward_ad
 
-from . import fused, native, usual
+from . import fused, native, rows, usual
 from .inputs import Kernels, Parameter, address_of, count_modes, like, nobody_watches_eager, readable
 
 _MISSING: Any = object()
@@ -79,6 +79,14 @@ def _shorten() -> None:
     global normalize
     if (in_c := usual.compiled()) is not None:
         normalize = in_c.normalize_with(globals())
+
+
+def forget() -> None:
+    """All that was seen and made, for who changes how kernels are made."""
+    _seen.clear()
+    rows._rows.cache_clear()
+    rows._kernels.clear()
+    fused._function.cache_clear()
 
 
 def _look(x: Tensor, weight: Parameter, bias: Parameter, kept: int, image: bool) -> Seen | None:
