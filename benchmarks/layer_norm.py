@@ -133,6 +133,9 @@ def main() -> int:
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error("there is no GPU here; --device cpu tries the script out")
     print(machine(), flush=True)
+    if options.device != "cpu":
+        norms(64, torch.float32, options.device)["ours"](torch.randn(1, 64, device=options.device))
+        print("C++" if usual.wait() is not None else "C++ could not be built: Python", flush=True)
     if options.sweep:
         sweep(options)
         return 0
@@ -147,8 +150,8 @@ def main() -> int:
         print(*rows[-1].values(), flush=True)
     print(markdown(rows))
     if options.device != "cpu":
-        quick = sum(kernel.known is not None for kernel in of_rows._kernels.values()) if usual.compiled() else 0
-        print(f"{len(of_rows._kernels)} kernels, {quick} of them launched the short way")
+        quick = sum(kernel.known is not None for kernel in of_rows._kernels.values())
+        print(f"{len(of_rows._kernels)} kernels, {quick} of them without a look by Triton")
     over = [row for row in rows if float(row["ratio"]) > BOUND]
     for how in sorted({row["how"] for row in rows}):
         worst = max((row for row in rows if row["how"] == how), key=lambda row: float(row["ratio"]))

@@ -6,10 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers must not fight over two cores
@@ -94,8 +91,6 @@ def kernels_asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     from squeeze_release.modules.kernels import shortest
 
     asked: list[bool] = []
-    if torch.cuda.is_available():
-        shortest._shorten()  # which puts another in its place, the first time
     real = shortest.normalize
 
     def normalize(*arguments: Any) -> torch.Tensor | None:
@@ -108,21 +103,17 @@ def kernels_asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.fixture(scope="session")
-def in_c(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`usual.c`, built as Triton would, with warnings as errors."""
+def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`usual.cpp`, with warnings as errors; built once for all processes of a run."""
     from squeeze_release.modules.kernels import usual
 
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    source = Path(usual.__file__).with_name("usual.c")
-    built = tmp_path_factory.mktemp("usual") / f"squeeze_release_usual{sysconfig.get_config_var('EXT_SUFFIX')}"
-    include = sysconfig.get_paths()["include"]
-    flags = "-O3 -shared -fPIC -Wall -Wextra -Werror -Wno-unused-parameter -Wno-missing-field-initializers".split()
-    command = [compiler, source, *flags, "-Wno-cast-function-type", f"-I{include}", "-o", built]
-    subprocess.run(list(map(str, command)), check=True)
-    spec = spec_from_file_location("squeeze_release_usual", built)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    built = folder / "usual" / usual.cache().name
+    try:
+        usual.build(built, "-Wall", "-Wextra", "-Werror")
+    except subprocess.CalledProcessError as error:
+        pytest.fail(error.stderr.decode())
+    return usual.load(built)

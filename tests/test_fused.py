@@ -1,7 +1,9 @@
-"""The kernels of CompensatedLayerNorm against float64: on a GPU, or anywhere with Triton's interpreter.
+"""The kernels of CompensatedLayerNorm, and all that leads to them and back, against float64.
 
-pytest tests/test_fused.py                      # on a GPU: compiled
-TRITON_INTERPRET=1 pytest tests/test_fused.py   # on a CPU, what needs no GPU; Triton 3.9 (3.6 trips over numpy 2.4)
+pytest tests/test_fused.py                      # on a GPU: compiled; on a CPU: in plain torch
+TRITON_INTERPRET=1 pytest tests/test_fused.py   # on a CPU, interpreted; Triton 3.9 (3.6 trips over numpy 2.4)
+
+Twice: as Python calls them, and as `usual.cpp` does.
 """
 
 from __future__ import annotations
@@ -9,31 +11,38 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from plain_kernels import Plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules.kernels import fused, shortest
+from squeeze_release.modules.kernels import fused, shortest, usual
 from squeeze_release.modules.kernels import rows as of_rows
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 COMPILED = HAS_TRITON and torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if COMPILED else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not (INTERPRETED or COMPILED), reason="needs Triton, and a GPU or TRITON_INTERPRET=1"
-)
 needs_gpu = pytest.mark.skipif(not COMPILED, reason="needs Triton and a GPU")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-@pytest.fixture(autouse=True)
-def _kernels_of_this_test() -> None:
+@pytest.fixture(autouse=True, params=["Python", "C++"])
+def _kernels_of_this_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    in_cpp = request.getfixturevalue("in_cpp") if request.param == "C++" else None
+    normalize = shortest._normalize if in_cpp is None else in_cpp.normalize_with(vars(shortest))
+    monkeypatch.setattr(shortest, "normalize", normalize)
+    monkeypatch.setattr(usual, "begin", lambda then: None)  # it has begun, and ended
+    monkeypatch.setattr(usual, "compiled", lambda: in_cpp)
+    if not COMPILED and not INTERPRETED:
+        Plain(monkeypatch)
+    shortest.forget()
+    yield
     shortest.forget()
 
 
@@ -77,7 +86,6 @@ def compare(made: CompensatedLayerNorm, x: Tensor, bound: float = 1e-6, dtype: t
 # -------------------------------------------------------------------------------------------------------------- kernels
 
 
-@needs_kernels
 @BOTH
 @pytest.mark.parametrize("width, rows", [(3, 70), (64, 101), (100, 67), (768, 9), (1000, 5), (4096, 2)])
 @pytest.mark.parametrize("removed, at_once", [(0, True), (5, True), (5, False)])
@@ -88,7 +96,6 @@ def test_kernels_equal_float64(
     compare(norm(width, removed, dtype), (2 * torch.randn(rows, width, device=DEVICE) + 1).to(dtype))
 
 
-@needs_kernels
 def test_one_channel_beside_those_removed() -> None:
     compare(norm(1, 5), torch.randn(5, 1, device=DEVICE))
 
@@ -101,7 +108,6 @@ def test_kernels_equal_float64_on_many_rows(width: int, dtype: torch.dtype) -> N
     compare(norm(width, 7, dtype), (2 * torch.randn(rows, width, device=DEVICE) + 1).to(dtype), 4e-6)
 
 
-@needs_kernels
 @pytest.mark.parametrize("few, at_once", [(0, 0), (10**9, 0), (0, 10**9)])
 @pytest.mark.parametrize("width, rows", [(20, 260), (700, 11)])
 def test_tiles_large_and_small(width: int, rows: int, few: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,14 +117,12 @@ def test_tiles_large_and_small(width: int, rows: int, few: int, at_once: int, mo
     compare(norm(width, 4), torch.randn(rows, width, device=DEVICE))
 
 
-@needs_kernels
 @pytest.mark.parametrize("how", [{"bias": False}, {"elementwise_affine": False}])
 @BOTH
 def test_without_weight_or_bias(how: dict[str, bool], dtype: torch.dtype) -> None:
     compare(norm(36, 3, dtype, **how), torch.randn(4, 5, 36, device=DEVICE).to(dtype))
 
 
-@needs_kernels
 @BOTH
 @pytest.mark.parametrize("shape", [(2, 20, 5, 7), (1, 300, 3, 3), (3, 1, 4, 4), (5, 7, 1, 1)])
 @torch.no_grad()
@@ -131,7 +135,6 @@ def test_images_that_lie_channel_by_channel(shape: tuple[int, ...], dtype: torch
         assert any(kernel.name == "forward" and kernel.constants[3] for kernel in of_rows._kernels.values())
 
 
-@needs_kernels
 @pytest.mark.parametrize("few", [0, 10**9])
 @pytest.mark.parametrize("lies", ["channel by channel", "channels last", "with gaps"])
 @pytest.mark.parametrize("shape", [(2, 20, 5, 7), (3, 1, 4, 4), (5, 7, 1, 1), (1, 6, 1, 9)])
@@ -151,7 +154,6 @@ def test_images(shape: tuple[int, ...], lies: str, few: int, monkeypatch: pytest
     near(y.permute(0, 2, 3, 1), copy.deepcopy(made).double()(x.permute(0, 2, 3, 1).double()))
 
 
-@needs_kernels
 @pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6)])
 def test_twice(shape: tuple[int, ...]) -> None:
     made, x = norm(6, 3), torch.randn(shape, device=DEVICE, requires_grad=True)
@@ -165,7 +167,6 @@ def test_twice(shape: tuple[int, ...]) -> None:
         near(mine, wanted, 1e-5)
 
 
-@needs_kernels
 @pytest.mark.parametrize("change", ["strided", "negated", "unpacked", "nothing comes back"])
 def test_what_changed_between_forward_and_backward(change: str) -> None:
     made, x, dy = norm(6, 3), torch.randn(5, 6, device=DEVICE, requires_grad=True), torch.randn(5, 6, device=DEVICE)
@@ -186,7 +187,6 @@ def test_what_changed_between_forward_and_backward(change: str) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-5)
 
 
-@needs_kernels
 @pytest.mark.parametrize("seen", [False, True])
 def test_activations_that_are_computed_again(seen: bool) -> None:
     """torch.utils.checkpoint lets each saved tensor be unpacked once."""
@@ -199,7 +199,6 @@ def test_activations_that_are_computed_again(seen: bool) -> None:
         torch.testing.assert_close(torch.autograd.grad(y.sin().sum(), x)[0], want)
 
 
-@needs_kernels
 def test_two_norms_of_one_kind() -> None:
     """They share rows, and not what they have lost."""
     norms, x = [norm(16, removed, offset=5) for removed in (3, 9)], torch.randn(5, 16, device=DEVICE)
@@ -208,7 +207,6 @@ def test_two_norms_of_one_kind() -> None:
             compare(made, x.detach())
 
 
-@needs_kernels
 @pytest.mark.parametrize("change", ["weight's dtype", "x's dtype", "width", "rows", "statistics"])
 def test_kernels_are_not_given_what_they_were_not_made_for(change: str) -> None:
     made, x = norm(16, 3), torch.randn(4, 16, device=DEVICE)
@@ -228,11 +226,10 @@ def test_kernels_are_not_given_what_they_were_not_made_for(change: str) -> None:
         other = {"x's dtype": x.bfloat16(), "width": torch.randn(4, 8), "rows": torch.randn(400, 16)}
         x = other[change].to(DEVICE)
     assert not there()
-    rows.way_back = of_rows._never, of_rows._never
+    rows.way_back = of_rows._never, None
     assert not there()
 
 
-@needs_kernels
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
 def test_frozen_parameters(frozen: str) -> None:
     made, x = norm(24, 3), torch.randn(40, 24, device=DEVICE, requires_grad=True)
@@ -251,13 +248,11 @@ def test_frozen_parameters(frozen: str) -> None:
             near(expected[name].grad, parameter.grad)
 
 
-@needs_kernels
 def test_parameters_of_float32_and_an_output_of_float32_as_under_autocast() -> None:
     compare(norm(48, 3), torch.randn(10, 48, device=DEVICE).bfloat16())
     compare(norm(48, 3), torch.randn(10, 48, device=DEVICE).bfloat16(), dtype=torch.float32)
 
 
-@needs_kernels
 @pytest.mark.parametrize("mean, offset", [(1e4, 1e4), (-300.0, 0.0), (0.0, 1e4)])
 def test_large_means_do_not_cancel(mean: float, offset: float) -> None:
     """float32 cannot know a mean better than to its last digits; squares of it would lose all."""
@@ -268,13 +263,11 @@ def test_large_means_do_not_cancel(mean: float, offset: float) -> None:
         near(run(made, x), exact, 4e-7 * (1 + max(abs(mean), abs(offset)) / spread))
 
 
-@needs_kernels
 def test_rows_that_are_all_one_number() -> None:
     made, x = norm(16, 4, offset=3), torch.full((3, 16), 3.0, device=DEVICE)
     near(run(made, x), copy.deepcopy(made).double()(x.double()))
 
 
-@needs_kernels
 @BOTH
 def test_pointers_that_are_not_aligned(dtype: torch.dtype) -> None:
     made, room = norm(64, 3, dtype), torch.randn(10 * 64 + 1, device=DEVICE).to(dtype)
@@ -282,7 +275,6 @@ def test_pointers_that_are_not_aligned(dtype: torch.dtype) -> None:
         compare(made, room[start : start + 640].view(10, 64).detach())
 
 
-@needs_kernels
 def test_gradients_that_are_expanded_or_transposed() -> None:
     made, x = norm(12, 3), torch.randn(7, 12, device=DEVICE, requires_grad=True)
     exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()
@@ -294,7 +286,6 @@ def test_gradients_that_are_expanded_or_transposed() -> None:
         near(made.bias.grad, exact.bias.grad)
 
 
-@needs_kernels
 def test_numbers_that_are_yet_to_be_negated() -> None:
     made, x, dy = norm(10, 3), torch.randn(4, 10, device=DEVICE, requires_grad=True), torch.randn(4, 10, device=DEVICE)
     exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()
@@ -303,7 +294,6 @@ def test_numbers_that_are_yet_to_be_negated() -> None:
     assert not fused.applies(torch._neg_view(x.detach()), made.weight, made.bias)
 
 
-@needs_kernels
 def test_gradients_in_a_batch() -> None:
     made, x = norm(10, 3), torch.randn(4, 10, device=DEVICE, requires_grad=True)
     exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()
@@ -312,7 +302,6 @@ def test_gradients_in_a_batch() -> None:
     near(got, torch.stack([torch.autograd.grad(exact(wide), wide, v.double())[0] for v in vectors]))
 
 
-@needs_kernels
 def test_gradients_of_gradients() -> None:
     made, x = norm(10, 3), torch.randn(6, 10, device=DEVICE, requires_grad=True)
     exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()

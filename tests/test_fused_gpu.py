@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +211,7 @@ def test_the_shortest_way_on_another_stream_and_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize("rows", [50, 600])
+@pytest.mark.parametrize("_kernels_of_this_test", ["C++"], indirect=True)
 def test_triton_is_asked_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made, x = norm(96, 20), torch.randn(rows, 96, device="cuda", requires_grad=True)
 
@@ -225,13 +227,20 @@ def test_triton_is_asked_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(one, other)
 
 
-@torch.no_grad()
-def test_without_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, x = norm(96, 20), torch.randn(50, 96, device="cuda")
-    want = made(x)
-    monkeypatch.setattr(usual, "compiled", lambda: None)
+@pytest.mark.parametrize("_kernels_of_this_test", ["Python"], indirect=True)
+def test_from_python_to_cpp(in_cpp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there from one call to the next, and a graph that Python has begun is still good."""
+    made, x = norm(96, 20), torch.randn(50, 96, device="cuda", requires_grad=True)
+    y = made(x)
+    want = torch.autograd.grad(made(x).sin().sum(), (x, made.weight, made.bias))
+    assert shortest.normalize is shortest._normalize and y.grad_fn.name() == "CompensatedLayerNormBackward"
+    monkeypatch.setattr(usual, "compiled", lambda: in_cpp)
+    monkeypatch.setattr(usual, "begin", lambda then: shortest.normalize is shortest._normalize and then(in_cpp))
     shortest.forget()
-    assert all(torch.equal(made(x), want) for _ in range(3))
+    for made_by in (made(x), made(x), made(x), y):
+        got = torch.autograd.grad(made_by.sin().sum(), (x, made.weight, made.bias))
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    assert shortest.normalize is not shortest._normalize and "CppNode" in made(x).grad_fn.name()
 
 
 @torch.no_grad()

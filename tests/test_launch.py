@@ -1,19 +1,18 @@
-"""How a kernel is launched again, by `usual.c`, with a driver that notes what it is told; what is checked before."""
+"""How a kernel is launched again, by `usual.cpp`, with a driver that notes what it is told; what is checked before."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from plain_kernels import Driver
 from torch import Tensor
 
 from squeeze_release.modules.kernels import launch
@@ -103,65 +102,64 @@ def test_without_a_driver_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> N
 # -------------------------------------------------------------------------------------------------------- the short way
 
 
-class Driver:
-    """In place of CUDA's: it notes what a kernel of some pointers, integers, numbers and hidden pointers is told."""
+class Notes:
+    """What a kernel of some pointers, integers, numbers and hidden pointers is told."""
 
     def __init__(self, types: str) -> None:
         self.types, self.calls, self.answer = types, [], 0
-        whole, address = ctypes.c_uint, ctypes.c_void_p
-        self._function = ctypes.CFUNCTYPE(ctypes.c_int, address, *[whole] * 7, address, address, address)(self._launch)
-        self.at: int = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+        self.at = (driver := Driver(self._launch)).at
+        self._driver = driver
 
-    def _launch(self, function: int, *rest: Any) -> int:
-        *shape, stream, parameters, _ = rest
-        kinds = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "f": ctypes.c_float}
-        places = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
-        told = [ctypes.cast(places[i], ctypes.POINTER(kinds[t]))[0] for i, t in enumerate(self.types)]
-        self.calls.append((function, shape, stream, told))
+    def _launch(self, function: int, shape: list[int], stream: int | None, told: Callable[[str], list[Any]]) -> int:
+        self.calls.append((function, shape, stream, told(self.types)))
         return self.answer
 
 
 class Long:
     """The long way: what it was called with."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.alone, self.y = alone, torch.zeros(4, 8)
 
-    def __call__(self, *arguments: Any) -> str:
+    def __call__(self, *arguments: Any) -> Any:
         self.calls.append(arguments)
-        return "the long way"
+        return self.y if self.alone else (self.y, None)
 
 
 def empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype)
 
 
-def device() -> int:
-    return 3
-
-
-def stream(device: int) -> int:
-    return 1000 + device
-
-
+CPU = torch.device("cpu")
 Y, STATS = ((4, 8), (8, 1), F32), ((4, 2), (2, 1), F32)
+NUMBERS = (0.5, -2.0)
 
 
 class Way:
     """A launch that knows its kernel: two tensors are read and two filled, then two integers and two numbers."""
 
-    def __init__(self, in_c: Any, outputs: Any = (Y, STATS), alone: bool = False, empty: Any = empty, here: int = 3):
-        self.driver, self.long = Driver("ppppiiffp"), Long()
-        self.run = in_c.Launch(self.long, empty, outputs, (5, -6), alone, (11, 12), (device, stream, here))
+    def __init__(self, in_cpp: Any, outputs: Any = (Y, STATS), alone: bool = False) -> None:
+        self.driver, self.long = Notes("ppppiiffp"), Long(alone)
+        self.launch = in_cpp.Launch(outputs, (5, -6), (11, 12), CPU)
+        self.run = in_cpp.Way(self.launch, self.long, alone)
 
     def known(self) -> Way:
-        self.run.know(self.driver.at, FUNCTION, THREADS, SHARED, 1)
+        self.launch.know(self.driver.at, FUNCTION, THREADS, SHARED, 1)
         return self
+
+    def took_the_long_way(self, *arguments: Any) -> bool:
+        before = len(self.long.calls)
+        y, nothing = self.run(*arguments)
+        if len(self.long.calls) == before:
+            return False
+        assert y is self.long.y and nothing is None
+        return True
 
 
 @pytest.fixture
-def way(in_c: Any) -> Way:
-    return Way(in_c).known()
+def way(in_cpp: Any) -> Way:
+    return Way(in_cpp).known()
 
 
 def tensors() -> tuple[Tensor, Tensor]:
@@ -170,120 +168,96 @@ def tensors() -> tuple[Tensor, Tensor]:
 
 def test_what_the_kernel_is_told(way: Way) -> None:
     x, weight = tensors()
-    y, stats = way.run(x, weight, (0.5, -2.0))
+    y, stats = way.run(x, weight, NUMBERS)
     assert (y.shape, stats.shape) == ((4, 8), (4, 2))
     addresses = [each.data_ptr() for each in (x, weight, y, stats)]
     assert way.driver.calls == [
-        (FUNCTION, [11, 12, 1, THREADS, 1, 1, SHARED], 1003, [*addresses, 5, -6, 0.5, -2.0, 0]),
+        (FUNCTION, [11, 12, 1, THREADS, 1, 1, SHARED], None, [*addresses, 5, -6, 0.5, -2.0, 0]),
     ]
     assert not way.long.calls
 
 
-def test_what_is_missing_is_where_the_first_is(in_c: Any) -> None:
-    way, (x, _) = Way(in_c, (Y, None)).known(), tensors()
-    y, nothing = way.run(x, None, (0.5, -2.0))
+def test_what_is_missing_is_where_the_first_is(in_cpp: Any) -> None:
+    way, (x, _) = Way(in_cpp, (Y, None)).known(), tensors()
+    y, nothing = way.run(x, None, NUMBERS)
     assert nothing is None
     assert way.driver.calls[0][-1][:4] == [x.data_ptr(), x.data_ptr(), y.data_ptr(), x.data_ptr()]
 
 
-def test_one_output_alone(in_c: Any) -> None:
-    way, (x, weight) = Way(in_c, (Y, None), alone=True).known(), tensors()
-    assert way.run(x, weight, (0.5, -2.0)).shape == (4, 8)
+def test_outputs_are_as_asked(in_cpp: Any) -> None:
+    half = ((2, 3, 4), (24, 1, 6), torch.bfloat16)
+    y, _ = Way(in_cpp, (half, STATS)).known().run(*tensors(), NUMBERS)
+    assert (y.shape, y.stride(), y.dtype) == half and not y.requires_grad
 
 
-def test_a_kernel_that_has_not_run_takes_the_long_way(in_c: Any) -> None:
-    way, (x, weight) = Way(in_c), tensors()
-    numbers = (0.5, -2.0)
-    assert way.run(x, weight, numbers) == "the long way"
+def test_one_output_alone(in_cpp: Any) -> None:
+    way, (x, weight) = Way(in_cpp, (Y, None), alone=True).known(), tensors()
+    assert way.run(x, weight, NUMBERS).shape == (4, 8) and not way.long.calls
+    assert way.run(x, torch.randn(9)[1:], NUMBERS) is way.long.y
+
+
+def test_a_kernel_that_has_not_run_takes_the_long_way(in_cpp: Any) -> None:
+    way, (x, weight) = Way(in_cpp), tensors()
+    assert way.took_the_long_way(x, weight, NUMBERS)
     ((*read, last),) = way.long.calls
-    assert read[0] is x and read[1] is weight and last is numbers and not way.driver.calls
-    assert isinstance(way.known().run(x, weight, numbers), tuple) and len(way.driver.calls) == 1
+    assert read[0] is x and read[1] is weight and last == NUMBERS and not way.driver.calls
+    assert not way.known().took_the_long_way(x, weight, NUMBERS) and len(way.driver.calls) == 1
 
 
-@pytest.mark.parametrize(
-    "why", ["not aligned", "memory is gone", "another device", "an output is not aligned", "it was not launched"]
-)
-def test_other_tensors_take_the_long_way(why: str, in_c: Any) -> None:
-    def uneven(shape: Any, stride: Any, dtype: Any) -> Tensor:
-        return torch.empty(100)[1:]
-
-    way = Way(in_c, empty=uneven if why == "an output is not aligned" else empty, here=4 if "device" in why else 3)
-    way.known()
+@pytest.mark.parametrize("why", ["not aligned", "memory is gone", "it was not launched", "no first"])
+def test_other_tensors_take_the_long_way(why: str, way: Way) -> None:
     x, weight = tensors()
     if why == "not aligned":
         weight = torch.randn(9)[1:]
     if why == "memory is gone":
         weight.untyped_storage().resize_(0)
     way.driver.answer = 201 * (why == "it was not launched")  # a thread has no context before it uses CUDA
-    assert way.run(x, weight, (0.5, -2.0)) == "the long way"
+    assert way.took_the_long_way(None if why == "no first" else x, weight, NUMBERS)
     assert len(way.driver.calls) == (why == "it was not launched")
 
 
-@pytest.mark.parametrize(
-    "arguments, names",
-    [((), {}), ((1.0,), {}), (((0.5,),), {}), ((*tensors(), 0.5), {}), ((*tensors(), (0.5, 1.0)), {"x": 1})],
-    ids=["none", "a number", "no tensor", "no tuple", "names"],
-)
-def test_other_arguments_take_the_long_way_too(arguments: Any, names: Any, way: Way) -> None:
-    class Any_(Long):
-        def __call__(self, *arguments: Any, **names: Any) -> str:
-            return super().__call__(*arguments, *names)
-
-    other = Any_()
-    run = type(way.run)(other, empty, (Y, STATS), (5, -6), False, (11, 12), (device, stream, 3))
-    run.know(way.driver.at, FUNCTION, THREADS, SHARED, 1)
-    assert run(*arguments, **names) == "the long way" and not way.driver.calls
-
-
 def test_more_parameters_than_there_is_room_for(way: Way) -> None:
-    assert way.run(*tensors(), (0.0,) * 40) == "the long way"
-    assert way.run(*[torch.randn(4)] * 40, (0.0,)) == "the long way"
+    assert way.took_the_long_way(*tensors(), (0.0,) * 40)
+    assert way.took_the_long_way(*[torch.randn(4)] * 40, (0.0,))
 
 
-def test_errors_are_handed_on(in_c: Any, way: Way) -> None:
+def test_errors_are_handed_on(in_cpp: Any, way: Way) -> None:
     x, weight = tensors()
-    with pytest.raises(AttributeError, match="data_ptr"):
-        way.run(x, "weight", (0.5, -2.0))
+    for wrong in ((), (x, "weight", NUMBERS), (x, weight), (x, weight, ("0.5", -2.0))):
+        with pytest.raises((TypeError, RuntimeError)):
+            way.run(*wrong)
+
+    def fails(*arguments: Any) -> Any:
+        raise ValueError("on the way")
+
+    with pytest.raises(ValueError, match="on the way"):
+        in_cpp.Way(in_cpp.Launch((Y,), (), (1, 1), CPU), fails, True)(x, ())
+    large = ((2**40, 2**10), (2**10, 1), F32)
+    with pytest.raises(RuntimeError, match="memory"):
+        Way(in_cpp, (large, None)).known().run(x, weight, NUMBERS)
     with pytest.raises(TypeError):
-        way.run(x, weight, ("0.5", -2.0))
-
-    def full(*arguments: Any) -> Tensor:
-        raise torch.OutOfMemoryError("no memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        Way(in_c, empty=full).known().run(x, weight, (0.5, -2.0))
-    with pytest.raises(TypeError):
-        in_c.Launch(None, None, [], (), False, (1, 1), (device, stream, 0))
+        in_cpp.Launch([1], (), (1, 1), CPU)
 
 
-def test_nothing_is_kept(in_c: Any) -> None:
-    """References are counted by hand in C: one too many would keep a tensor for ever, one too few end the process."""
-    way, (x, weight), numbers = Way(in_c).known(), tensors(), (0.5, -2.0)
-    counted = x, weight, numbers, way.long, Y, STATS, None
+def test_nothing_is_kept(in_cpp: Any) -> None:
+    """One reference too many would keep a tensor for ever, one too few end the process."""
+    way, (x, weight) = Way(in_cpp).known(), tensors()
+    counted = x, weight, NUMBERS, way.long, way.long.y, Y, STATS
 
     def run() -> None:
-        way.run(x, weight, numbers)
-        way.run(x, None, numbers)
-        way.run(x, torch.randn(9)[1:], numbers)
+        way.run(x, weight, NUMBERS)
+        way.run(x, None, NUMBERS)
+        way.run(x, torch.randn(9)[1:], NUMBERS)
         way.driver.answer = 1
-        way.run(x, weight, numbers)
+        way.run(x, weight, NUMBERS)
         way.driver.answer = 0
         way.driver.calls.clear(), way.long.calls.clear()
 
     run()
-    before = [sys.getrefcount(each) for each in counted[:-1]]
+    before = [sys.getrefcount(each) for each in counted]
     for _ in range(100):
         run()
-    assert [sys.getrefcount(each) for each in counted[:-1]] == before
-
-
-def test_a_circle_is_collected(in_c: Any) -> None:
-    long = Long()
-    long.short = in_c.Launch(long, empty, (Y,), (), True, (1, 1), (device, stream, 0))  # type: ignore[attr-defined]
-    gone = weakref.ref(long)
-    del long
-    gc.collect()
-    assert gone() is None
+    assert [sys.getrefcount(each) for each in counted] == before
 
 
 # --------------------------------------------------------------------------------------------------------- the long way
@@ -294,41 +268,41 @@ class Kernel:
 
     def __init__(self) -> None:
         self.known: launch.Known | None = None
-        self.asked = 0
+        self.asked, self.driver = 0, Notes("ppppiiff")
 
     def run(self, grid: tuple[int, int], given: list[Tensor], numbers: tuple[float, ...]) -> None:
         self.asked += 1
         assert len(given) == 4 and numbers == (5, -6, 0.5, -2.0)
         given[2].fill_(1.0)
-        self.known = launch.Known(1, FUNCTION, THREADS, SHARED, 0)
+        self.known = launch.Known(self.driver.at, FUNCTION, THREADS, SHARED, 0)
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(launch, "current_device", lambda: -1)
-    yield
-
-
-@pytest.mark.usefixtures("here")
-def test_the_long_way_teaches_the_short_one(in_c: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.usual, "compiled", lambda: in_c)
-    monkeypatch.setattr(launch, "current_stream", lambda device: 9)
-    kernel, driver, (x, weight) = Kernel(), Driver("ppppiiff"), tensors()
-    run = launch.LongWay(kernel, (2, 1), -1, empty, (Y, STATS), (5, -6)).shortest  # type: ignore[arg-type]
-    y, stats = run(x, weight, (0.5, -2.0))
+def test_the_long_way_teaches_the_short_one(in_cpp: Any) -> None:
+    kernel, (x, weight) = Kernel(), tensors()
+    run = launch.LongWay(kernel, (2, 1), CPU, empty, (Y, STATS), (5, -6), in_cpp=in_cpp).shortest  # type: ignore[arg-type]
+    y, stats = run(x, weight, NUMBERS)
     assert y.eq(1).all() and stats.shape == (4, 2) and kernel.asked == 1
-    run.know(driver.at, FUNCTION, THREADS, SHARED, 0)  # which Triton's part had made up
-    run(x, weight, (0.5, -2.0))
-    assert kernel.asked == 1 and driver.calls[0][-1][:2] == [x.data_ptr(), weight.data_ptr()]
+    run(x, weight, NUMBERS)
+    assert kernel.asked == 1 and kernel.driver.calls[0][-1][:2] == [x.data_ptr(), weight.data_ptr()]
+    again = launch.LongWay(kernel, (2, 1), CPU, empty, (Y, STATS), (5, -6), in_cpp=in_cpp).shortest  # type: ignore[arg-type]
+    again(x, weight, NUMBERS)
+    assert kernel.asked == 1 and len(kernel.driver.calls) == 2
 
 
-@pytest.mark.usefixtures("here")
-def test_the_long_way_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.usual, "compiled", lambda: None)
+def test_ways_are_gone_with_who_has_them(in_cpp: Any) -> None:
+    """They are no circles: nothing would collect what C++ holds."""
+    long = launch.LongWay(Kernel(), (2, 1), CPU, empty, (Y, STATS), (5, -6), in_cpp=in_cpp)  # type: ignore[arg-type]
+    gone, run = weakref.ref(long), long.shortest
+    run(*tensors(), NUMBERS)
+    del long, run
+    assert gone() is None
+
+
+def test_the_long_way_alone() -> None:
     kernel, (x, _) = Kernel(), tensors()
-    run = launch.LongWay(kernel, (2, 1), -1, empty, (Y, None), (5, -6), alone=True).shortest  # type: ignore[arg-type]
+    run = launch.LongWay(kernel, (2, 1), CPU, empty, (Y, None), (5, -6), alone=True).shortest  # type: ignore[arg-type]
     for asked in (1, 2):
-        assert run(x, None, (0.5, -2.0)).eq(1).all() and kernel.asked == asked
+        assert run(x, None, NUMBERS).eq(1).all() and kernel.asked == asked
 
 
 class Triton:

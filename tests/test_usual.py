@@ -1,305 +1,454 @@
-"""The usual call in C, `usual.c`: what it asks and does, and that all else is handed on to Python."""
+"""The usual call in C++, `usual.cpp`: what it asks and does, and that all else is handed on to Python."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
+import warnings
 import weakref
-from types import SimpleNamespace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
+from plain_kernels import Plain
+from test_fused import near, run
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
-# ------------------------------------------------------------------------------------------------------------- autograd
-
-REMOVED = (0.1, 0.2, 0.3, 0.4, 0.5)
-
-
-class Context:
-    """Autograd's."""
-
-    def __init__(self) -> None:
-        self.read: list[tuple[Tensor | None, ...]] = []
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self._saved: tuple[Tensor | None, ...] = tensors
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor | None, ...]:
-        self.read.append(self._saved)
-        return self._saved
+from squeeze_release import CompensatedLayerNorm
+from squeeze_release.modules.kernels import fused, rows, shortest, usual
+from squeeze_release.modules.kernels.inputs import like
+from squeeze_release.modules.kernels.shortest import Seen
 
 
-class Both:
-    """Forward and backward, with the way back known for one gradient; and what they ask."""
+class Watches(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
-    def __init__(self, in_c: Any) -> None:
-        self.x, self.weight = torch.randn(4, 8), torch.randn(8)
-        self.dy, self.enabled, self.modes, self._current_level = torch.randn(4, 8), False, 0, -1
-        self.way_back, self.called = (self._same, self._run), []
-        asks = lambda: self.enabled, lambda: self.modes, self
-        self.halves = in_c.Halves(self._with_stats, REMOVED, self, self._unusual, asks)
-        self.context = type("Context", (Context,), {"apply": in_c.method(self.halves.backward)})()
 
-    def _with_stats(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        self.called.append(arguments)
-        return self.x + 1, self.x - 1
-
-    def _same(self, x: Tensor, weight: Tensor | None, stats: Tensor, dy: Tensor) -> bool:
-        return dy is self.dy
-
-    def _run(self, *arguments: Any) -> str:
-        self.called.append(arguments)
-        return "gradients"
-
-    def _unusual(self, x: Tensor, weight: Tensor, stats: Tensor, dy: Tensor) -> str:
-        saved = self.context.read[-1]
-        assert x is saved[0] and weight is saved[1] and stats is saved[2]
-        self.called.append((dy,))
-        return "the long way"
+class Other(Tensor):
+    pass
 
 
 @pytest.fixture
-def both(in_c: Any) -> Both:
-    both = Both(in_c)
-    y = both.halves.forward(both.context, both.x, both.weight, None)
-    ((*given, removed),) = both.called
-    assert torch.equal(y, both.x + 1) and removed is REMOVED
-    assert given[0] is both.x and given[1] is both.weight and given[2] is None
-    saved = both.context.saved_tensors
-    assert saved[0] is both.x and saved[1] is both.weight and torch.equal(saved[2], both.x - 1)
-    both.called.clear()
-    return both
+def plain(in_cpp: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plain]:
+    """C++, and kernels for a CPU."""
+    monkeypatch.setattr(usual, "compiled", lambda: in_cpp)
+    shortest.forget()
+    yield Plain(monkeypatch)
+    shortest.forget()
 
 
-def test_the_usual_way_back(both: Both) -> None:
-    assert both.context.apply(both.dy) == "gradients"
-    ((x, dy, weight, stats, inverse),) = both.called
-    assert x is both.x and dy is both.dy and weight is both.weight
-    assert stats is both.context.saved_tensors[2] and inverse == (0.5,)
+def norm(kept: int = 8, removed: int = 3, **how: Any) -> CompensatedLayerNorm:
+    made = CompensatedLayerNorm(kept, **how)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    made.merge(torch.randn(removed) + 2)
+    return made
 
 
-@pytest.mark.parametrize("what", ["other tensors", "create_graph", "a mode", "forward gradients"])
-def test_an_unusual_way_back(what: str, both: Both) -> None:
-    dy = torch.randn(4, 8) if what == "other tensors" else both.dy
-    both.enabled, both.modes = what == "create_graph", int(what == "a mode")
-    both._current_level = 0 if what == "forward gradients" else -1
-    assert both.context.apply(dy) == "the long way"
-    assert len(both.called) == 1 and both.called[0][0] is dy
+# ------------------------------------------------------------------------------------------------------- like or unlike
 
 
-def test_errors_of_autograd_are_handed_on(in_c: Any, both: Both) -> None:
+@pytest.mark.parametrize("how", ["C++", "torch"])
+def test_what_is_like_a_tensor(how: str, in_cpp: Any) -> None:
+    x, weight = torch.randn(4, 8), nn.Parameter(torch.randn(8))
+    same = like(x, weight, in_cpp=in_cpp if how == "C++" else None)
+    assert same is not None and same(x, weight) and same(torch.zeros(4, 8), nn.Parameter(torch.zeros(8)))
+    others = {
+        "shape": torch.randn(5, 8), "strides": torch.randn(8, 4).T, "dtype": x.double(),
+        "gradients": x.clone().requires_grad_(),
+        "class": x.as_subclass(Other), "device": x.to("meta"), "negated": torch._neg_view(x), "sparse": x.to_sparse(),
+        "zeros": torch._efficientzerotensor(4, 8), "nothing": None,
+    }  # fmt: skip
+    assert not [what for what, other in others.items() if same(other, weight)]
+    assert not same(x, None) and not same(x, torch.zeros(8))
+    torch.vmap(lambda row: pytest.fail("like a batch") if same(row, weight) else row)(torch.randn(2, 4, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not same(x, weight)
+
+
+def test_none_is_like_none_alone(in_cpp: Any) -> None:
+    same = like(torch.randn(2), None, in_cpp=in_cpp)
+    assert same is not None and same(torch.randn(2), None) and not same(torch.randn(2), torch.randn(2))
+
+
+def test_nested_tensors_are_like_none(in_cpp: Any) -> None:
+    x = torch.randn(2, 8)
+    nested = torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged)
+    assert not in_cpp.Likes(x)(nested)
+
+
+def test_only_tensors_are_asked_about(in_cpp: Any) -> None:
+    for wrong in ((1,), ("x", torch.randn(2))):
+        with pytest.raises(TypeError):
+            in_cpp.Likes(*wrong)
+    same = in_cpp.Likes(torch.randn(2))
+    assert not same("x")
+    with pytest.raises(TypeError):
+        same()
+
+
+# ------------------------------------------------------------------------------------------------------------- autograd
+
+
+def test_backward_is_told_once_and_then_needs_no_python(plain: Plain) -> None:
+    made, x = norm(), torch.randn(4, 8, requires_grad=True)
+    for times in range(3):
+        y = run(made, x)
+        assert "CompensatedLayerNorm" in y.grad_fn.name()
+        y.sum().backward()
+        assert plain.by_triton == 2 and plain.by_driver == 2 * times
+
+
+@pytest.mark.parametrize("count", [4, 600])  # one kernel back, or two
+@pytest.mark.parametrize("how", [{}, {"bias": False}, {"elementwise_affine": False}])
+def test_gradients_equal_float64(count: int, how: dict[str, bool], plain: Plain) -> None:
+    made = norm(**how)
+    exact = copy.deepcopy(made).double()
+    for _ in range(2):
+        x, dy = torch.randn(count, 8, requires_grad=True), torch.randn(count, 8)
+        wide = x.detach().double().requires_grad_()
+        got = torch.autograd.grad(run(made, x), (x, *made.parameters()), dy)
+        want = torch.autograd.grad(exact(wide), (wide, *exact.parameters()), dy.double())
+        for one, other in zip(got, want, strict=True):
+            near(one, other, 2e-6)
+    assert plain.by_driver
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias", "weight and bias"])
+@pytest.mark.parametrize("count", [4, 600])
+def test_frozen_tensors_get_no_gradients(frozen: str, count: int, plain: Plain) -> None:
+    made, x = norm(), torch.randn(count, 8)
+    given = {"x": x, "weight": made.weight, "bias": made.bias}
+    for name, tensor in given.items():
+        tensor.requires_grad_(name not in frozen.split(" and "))
+    for _ in range(2):
+        run(made, x).square().sum().backward()
+    assert {name for name, tensor in given.items() if tensor.grad is None} == set(frozen.split(" and "))
+    assert plain.by_driver
+
+
+def test_autograd_itself_is_as_ever(plain: Plain) -> None:
+    made, x = norm(), torch.randn(4, 8, requires_grad=True)
+    for _ in range(2):
+        y = run(made, x)
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            y.sum().backward()
+        y, seen = run(made, x), Mock(return_value=None)
+        y.grad_fn.register_hook(seen)
+        y.sum().backward()
+        assert [len(each) for each in seen.call_args.args] == [3, 1] and [
+            len(edge) for edge in y.grad_fn.next_functions
+        ] == [2, 2, 2]
+    twice = x * 1
+    y = run(made, twice)
+    twice.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert not run(made, x.detach().requires_grad_()).detach().requires_grad
+
+
+def test_anomalies_are_found(plain: Plain) -> None:
+    made, x = norm(), torch.randn(4, 8, requires_grad=True)
+    for _ in range(2):
+        with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+            warnings.simplefilter("ignore")  # where it was called, which is torch's to say
+            y = run(made, x)
+            with pytest.raises(RuntimeError, match=r"CompensatedLayerNorm.*nan"):
+                y.backward(torch.full_like(y, torch.nan))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in forward AD
+def test_who_watches_backward_sees_plain_ops(plain: Plain) -> None:
+    made, x = norm(), torch.randn(4, 8, requires_grad=True)
+    want = [torch.autograd.grad(run(made, x).square().sum(), x)[0] for _ in range(2)][-1]
+    y, before = run(made, x).square().sum(), (plain.by_triton, plain.by_driver)
+    with Watches():
+        near(torch.autograd.grad(y, x, retain_graph=True)[0], want.double())
+    with forward_ad.dual_level():
+        near(torch.autograd.grad(y, x, retain_graph=True)[0], want.double())
+    near(torch.autograd.grad(y, x, create_graph=True)[0], want.double())
+    assert (plain.by_triton, plain.by_driver) == before
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+def test_a_compiled_backward(plain: Plain) -> None:
+    """torch's compiled autograd traces nodes of C++ too, or calls them as they are."""
+    made, x = norm(), torch.randn(4, 8, requires_grad=True)
+    want = [torch.autograd.grad(run(made, x).square().sum(), x)[0] for _ in range(2)][-1]
+    y = run(made, x).square().sum()
+    with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+        got = torch.autograd.grad(y, x)[0]
+    near(got, want.double())
+
+
+def test_saved_tensors_may_be_elsewhere_meanwhile(plain: Plain) -> None:
+    made, x = norm(), torch.randn(4, 8, requires_grad=True)
+    want = torch.autograd.grad(run(made, x).square().sum(), x)[0]
+    packed: list[Tensor] = []
+
+    def pack(saved: Tensor) -> int:
+        packed.append(saved)
+        return len(packed) - 1
+
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(pack, packed.__getitem__):
+            y = run(made, x)
+        near(torch.autograd.grad(y.square().sum(), x)[0], want.double())
+    with torch.autograd.graph.save_on_cpu():
+        near(torch.autograd.grad(run(made, x).square().sum(), x)[0], want.double())
+
+
+def test_errors_on_the_way_back(in_cpp: Any, plain: Plain) -> None:
+    made, x = norm(), torch.randn(4, 8, requires_grad=True)
+    of = rows.Rows.of(x, made.weight, made.bias, x.dtype)
+
     def fails(*arguments: Any) -> Any:
         raise ValueError("on the way")
 
-    for way in ((fails, both._run), (both._same, fails)):
-        both.way_back = way
-        with pytest.raises(ValueError, match="on the way"):
-            both.context.apply(both.dy)
-    del both.context._saved
-    with pytest.raises(AttributeError, match="_saved"):
-        both.context.apply(both.dy)
-    asks = lambda: False, lambda: 0, both
-    with pytest.raises(ValueError, match="on the way"):
-        in_c.Halves(fails, REMOVED, both, fails, asks).forward(Context(), both.x, None, None)
-    with pytest.raises(TypeError, match="takes 4"):
-        both.halves.forward(Context())
-    with pytest.raises(TypeError, match="takes 2"):
-        both.context.apply()
+    def too_few(*arguments: Any) -> Any:
+        return ()
+
+    for unusual, error in ((fails, ValueError), (too_few, RuntimeError), (lambda *given: 7, TypeError)):
+        apply = in_cpp.Differentiable(of.with_stats, in_cpp.WayBack(), made._numbers, unusual)
+        with pytest.raises(error):
+            apply(x, made.weight, made.bias).sum().backward()
+    for wrong in ((x, "weight", None), (None, None, None), (x,)):
+        with pytest.raises((TypeError, RuntimeError)):
+            apply(*wrong)
+    for numbers in ((), [0.1]):
+        with pytest.raises((TypeError, ValueError)):
+            in_cpp.Differentiable(of.with_stats, in_cpp.WayBack(), numbers, fails)
     with pytest.raises(TypeError):
-        in_c.Halves(fails, list(REMOVED), both, fails, asks)
-    assert not both.called
+        in_cpp.Differentiable(None, None, made._numbers, fails)
 
 
-@pytest.mark.parametrize("dy", ["seen", "other"])
-def test_what_was_saved_is_unpacked_once(dy: str, both: Both) -> None:
-    both.context.read.clear()
-    both.context.apply(both.dy if dy == "seen" else torch.randn(4, 8))
-    assert len(both.context.read) == 1
+def test_many_threads(plain: Plain) -> None:
+    norms = [norm(8, removed) for removed in (1, 2, 3)]
+    exact = [copy.deepcopy(made).double() for made in norms]
+
+    def work(seed: int) -> float:
+        x = torch.randn(4 + seed % 3, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        wide = x.detach().double().requires_grad_()
+        got = torch.autograd.grad(run(norms[seed % 3], x).sin().sum(), x)[0]
+        want = torch.autograd.grad(exact[seed % 3](wide).sin().sum(), wide)[0]
+        return float((got - want).abs().max() / want.abs().max())
+
+    with ThreadPoolExecutor(8) as pool:
+        assert max(pool.map(work, range(200))) < 2e-6
 
 
-def test_what_was_saved_must_be_three(both: Both) -> None:
-    both.context._saved = ()
-    with pytest.raises(RuntimeError, match="three tensors"):
-        both.context.apply(both.dy)
+def test_nothing_is_kept(plain: Plain) -> None:
+    made, x = norm(), torch.randn(4, 8, requires_grad=True)
+    apply = fused._function(rows.Rows.of(x, made.weight, made.bias, x.dtype), made._numbers)
 
+    def both() -> None:
+        y = run(made, x)
+        torch.autograd.grad(y, (x, made.weight), torch.ones(4, 8), retain_graph=True)
+        torch.autograd.grad(y, x, torch.ones(8, 4).T)
+        run(made, x)  # and no backward
 
-def test_objects_that_never_began(in_c: Any) -> None:
-    for broken in (in_c.Halves.__new__(in_c.Halves).forward, in_c.Halves.__new__(in_c.Halves).backward):
-        with pytest.raises(TypeError):
-            broken(1, 2, 3, 4)
-    with pytest.raises((TypeError, RuntimeError)):
-        in_c.Launch.__new__(in_c.Launch)(1, 2)
-
-
-def test_autograd_keeps_nothing(both: Both) -> None:
-    other = torch.randn(4, 8)
-    counted = both.x, both.weight, both.dy, other, REMOVED, both.way_back, both.context.saved_tensors[2], both.context
-
-    def run() -> None:
-        both.halves.forward(Context(), both.x, both.weight, None)
-        both.context.apply(both.dy), both.context.apply(other)
-        both.called.clear(), both.context.read.clear()
-
-    run()
-    before = [sys.getrefcount(each) for each in counted]
-    for _ in range(100):
-        run()
+    both()
+    counted = x, made.weight, made.bias, made._numbers, apply
+    gc.collect()
+    before, objects = [sys.getrefcount(each) for each in counted], len(gc.get_objects())
+    for _ in range(50):
+        both()
+    gc.collect()
     assert [sys.getrefcount(each) for each in counted] == before
+    assert len(gc.get_objects()) < objects + 50
 
 
-def test_halves_in_a_circle_are_collected(in_c: Any) -> None:
-    both = Both(in_c)
-    gone = weakref.ref(both)
-    del both
+def test_a_graph_that_outlives_its_norm(plain: Plain) -> None:
+    made, x = norm(), torch.randn(4, 8, requires_grad=True)
+    y, gone = run(made, x), weakref.ref(made)
+    want = torch.autograd.grad(run(made, x).sum(), x)[0]
+    del made
+    shortest.forget()
     gc.collect()
     assert gone() is None
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], want)
+    y = x * 2  # what only C++ holds goes in a thread of autograd's, which has not Python's lock
+    for _ in range(3):
+        y = run(norm(), y)
+        shortest.forget()
+    y.sum().backward()
+
+
+def test_from_then_on_it_is_used(in_cpp: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shortest, "normalize", shortest.normalize)
+    made, x = norm(), torch.randn(4, 8, requires_grad=True)
+    monkeypatch.setattr(usual, "compiled", lambda: None)
+    shortest.forget()
+    y = run(made, x)  # as Python does it
+    run(made, x).sum().backward()
+    assert not isinstance(rows.Rows.of(x, made.weight, made.bias, x.dtype).with_stats, in_cpp.Way)
+    monkeypatch.setattr(usual, "compiled", lambda: in_cpp)
+    kernels = dict(rows._kernels)
+    shortest._shorten(in_cpp)
+    assert type(shortest.normalize) is type(len) and rows._kernels == kernels
+    for _ in range(2):
+        run(made, x).sum().backward()
+    assert plain.by_driver == 4 and plain.by_triton == 3  # what Python has compiled is known
+    y.sum().backward()
 
 
 # -------------------------------------------------------------------------------------------------------- shortest.py
 
 
 class Asked:
-    """Globals as those of shortest.py and a norm, with one kind of tensors seen; and what was called."""
+    """`normalize` as in shortest.py, where the CPU passes for a GPU; and what was handed on."""
 
-    def __init__(self, in_c: Any) -> None:
-        self.x, self.weight, self.fails = torch.randn(4, 8), torch.randn(8), ""
-        self.enabled, self.modes, self._current_level, self.called = True, 0, -1, []
-        self.globals: dict[str, Any] = {
-            "_seen": {(8, False): (self.way("other", None), self.way("this", self.x))},
-            "_normalize": self._called("normalize"),
-            "count_modes": lambda: self.modes,
-            "is_grad_enabled": lambda: self.enabled,
-            "forward_ad": self,
-        }
-        self.norm: dict[str, Any] = {
-            "_parameters": {"weight": self.weight, "bias": None},
-            "_buffers": {"statistics": self.weight},
-            "_known": self.weight,
-            "_numbers": REMOVED,
-            "_kept": 8,
-        }
-        self.normalize = in_c.normalize_with(self.globals)
+    def __init__(self, in_cpp: Any, made: CompensatedLayerNorm, image: bool = False) -> None:
+        self.in_cpp, self.norm, self.image, self.handed_on = in_cpp, made, image, []
+        self.globals: dict[str, Any] = {"_seen": {}, "_normalize": self._normalize}
+        self.normalize = in_cpp.normalize_with(self.globals)
 
-    def way(self, name: str, like: Any, tracked: bool = True, plain: bool = True) -> tuple[Any, ...]:
-        def same(x: Tensor, weight: Any, bias: Any) -> bool:
-            if self.fails == "same":
-                raise ValueError("on the way")
-            return x is like and weight is self.weight and bias is None
+    def _normalize(self, *arguments: Any) -> None:
+        self.handed_on.append(arguments)
 
-        differentiable = {REMOVED: self._called(f"{name}, differentiable")}
-        return same, tracked, (self._called(f"{name}, plain") if plain else None, differentiable)
+    def see(self, x: Tensor) -> Asked:
+        weight, bias = self.norm.weight, self.norm.bias
+        tracked = any(each is not None and each.requires_grad for each in (x, weight, bias))
+        seen = Seen(self.in_cpp.Likes(x, weight, bias), tracked, fused.kernels(x, weight, bias, self.image))
+        assert seen.kernels.plain is not None
+        kind = self.norm._kept, self.image
+        self.globals["_seen"][kind] = (seen, *self.globals["_seen"].get(kind, ()))
+        return self
 
-    def _called(self, name: str) -> Any:
-        def call(*arguments: Any) -> str:
-            if self.fails == name:
-                raise ValueError("on the way")
-            self.called.append((name, *arguments))
-            return name
-
-        return call
-
-    def __call__(self, x: Any = None, image: bool = False) -> Any:
-        return self.normalize(self.x if x is None else x, self.norm, image)
+    def __call__(self, x: Any) -> Any:
+        return self.normalize(x, self.norm.__dict__, self.image)
 
 
 @pytest.fixture
-def asked(in_c: Any) -> Asked:
-    return Asked(in_c)
+def asked(in_cpp: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(fused, "_ready", lambda device: True)
+    return lambda made, image=False: Asked(in_cpp, made, image)
 
 
-def test_the_way_that_was_seen(asked: Asked) -> None:
-    assert asked() == "this, differentiable"
-    ((_, *given),) = asked.called
-    assert given[0] is asked.x and given[1] is asked.weight and given[2:] == [None]
-    asked.enabled = False
-    assert asked() == "this, plain" and asked.called[-1][-1] is REMOVED
-    asked.enabled, asked.globals["_seen"] = True, {(8, False): (asked.way("new", asked.x, tracked=False),)}
-    assert asked() == "new, plain"
-    asked.globals["_seen"] = {(8, False): (asked.way("no kernel", asked.x, tracked=False, plain=False),)}
-    assert asked() is None
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("how", [{}, {"bias": False}, {"elementwise_affine": False}])
+def test_what_was_seen_is_normalized(gradients: bool, how: dict[str, bool], asked: Any, plain: Plain) -> None:
+    ask, x = asked(norm(**how)), torch.randn(4, 8, requires_grad=True)
+    ask.see(torch.randn(7, 8)).see(x)
+    with torch.set_grad_enabled(gradients):
+        for _ in range(3):
+            y = ask(x)
+            near(y, copy.deepcopy(ask.norm).double()(x.double()))
+            assert y.requires_grad == gradients
+    assert plain.by_driver and not ask.handed_on
 
 
-UNUSUAL = "another tensor|an image|nested|no weight|others' statistics|a mode|forward gradients|far behind".split("|")
+@pytest.mark.parametrize("gradients", [False, True])
+def test_images_are_normalized(gradients: bool, asked: Any) -> None:
+    ask, x = asked(norm(channel_dim=1), image=True), torch.randn(2, 8, 3, 5)
+    ask.see(x)
+    with torch.set_grad_enabled(gradients):
+        for _ in range(2):
+            near(ask(x), copy.deepcopy(ask.norm).double()(x.double()))
+    assert not ask.handed_on
 
 
+UNUSUAL = (
+    *(
+        "another tensor",
+        "an image",
+        "nested",
+        "no tensor",
+        "no weight",
+        "others' statistics",
+        "no statistics",
+        "a mode",
+    ),
+    *("forward gradients", "far behind"),
+)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in forward AD
 @pytest.mark.parametrize("what", UNUSUAL)
-def test_what_is_unusual_is_handed_on(what: str, asked: Asked) -> None:
-    x = torch.randn(4, 8) if what == "another tensor" else SimpleNamespace(is_nested=True) if what == "nested" else None
-    if what == "no weight":  # but a parametrized one
-        del asked.norm["_parameters"]["weight"]
-    if what == "others' statistics":
-        asked.norm["_buffers"]["statistics"] = asked.x
-    if what == "far behind":
-        asked.globals["_seen"] = {(8, False): (*[asked.way("other", None)] * 4, asked.way("this", asked.x))}
-    asked.modes, asked._current_level = int(what == "a mode"), 0 if what == "forward gradients" else -1
-    assert asked(x, what == "an image") == "normalize"
-    ((_, *given),) = asked.called
-    assert given == [asked.x if x is None else x, asked.norm, what == "an image"]
+def test_what_is_unusual_is_handed_on(what: str, asked: Any) -> None:
+    ask, x = asked(norm()), torch.randn(4, 8)
+    ask.see(x)
+    assert ask(x) is not None and not ask.handed_on
+    nested = torch.nested.nested_tensor([x[0]], layout=torch.jagged)
+    given = {"another tensor": torch.randn(5, 8), "nested": nested, "no tensor": "x"}.get(what, x)
+    parts = ask.norm.__dict__
+    if what == "an image":
+        ask.image = True
+    elif what == "no weight":  # but a parametrized one
+        del parts["_parameters"]["weight"]
+    elif what == "others' statistics":
+        parts["_buffers"]["statistics"] = x
+    elif what == "no statistics":
+        del parts["_buffers"]["statistics"], parts["_known"]
+    elif what == "far behind":
+        for count in (10, 11, 12, 13):
+            ask.see(torch.randn(count, 8))
+    if what == "a mode":
+        with Watches():
+            assert ask(given) is None
+    elif what == "forward gradients":
+        with forward_ad.dual_level():
+            assert ask(given) is None
+    else:
+        assert ask(given) is None
+    ((one, other, image),) = ask.handed_on
+    assert one is given and other is parts and image is ask.image
 
 
-@pytest.mark.parametrize("where", ["same", "this, differentiable", "normalize"])
-def test_errors_on_the_shortest_way(where: str, asked: Asked) -> None:
-    asked.fails, asked.modes = where, int(where == "normalize")
+def test_where_there_is_no_kernel(asked: Any, in_cpp: Any) -> None:
+    ask, x = asked(norm()), torch.randn(4, 8)
+    ask.globals["_seen"] = {(8, False): (Seen(in_cpp.Likes(x, ask.norm.weight, ask.norm.bias), True, (None, None)),)}
+    assert ask(x) is None and not ask.handed_on
+    ask.globals["_seen"] = {(8, False): (Seen(lambda *tensors: True, True, (None, None)),)}  # Python's, of a CPU
+    assert ask(x) is None and len(ask.handed_on) == 1
+
+
+def test_errors_on_the_shortest_way(asked: Any, in_cpp: Any) -> None:
+    ask, x = asked(norm()), torch.randn(4, 8)
+
+    def fails(*arguments: Any) -> Any:
+        raise ValueError("on the way")
+
+    same = in_cpp.Likes(x, ask.norm.weight, ask.norm.bias)
+    for kernels, error in (((None, {ask.norm._numbers: fails}), ValueError), ((None, {}), KeyError)):
+        ask.globals["_seen"] = {(8, False): (Seen(same, True, kernels),)}
+        with pytest.raises(error):
+            ask(x)
+    ask.globals["_seen"], ask.globals["_normalize"] = {}, fails
     with pytest.raises(ValueError, match="on the way"):
-        asked()
-    with pytest.raises(AttributeError, match="is_nested"):
-        asked("not a tensor")
-    asked.norm["_numbers"], asked.fails, asked.modes = (1.0,), "", 0
-    with pytest.raises(KeyError):
-        asked()
-
-
-def test_other_arguments_of_the_shortest_way(in_c: Any, asked: Asked) -> None:
-    for wrong in ((), (asked.x, [], False)):
+        ask(x)
+    for wrong in ((), (x, [], False)):
         with pytest.raises(TypeError, match="takes 3"):
-            asked.normalize(*wrong)
-    with pytest.raises(TypeError, match="takes a dict"):
-        in_c.normalize_with([])
-    with pytest.raises(TypeError, match="misses _seen"):
-        in_c.normalize_with({})
-
-
-def test_a_norm_without_statistics_is_handed_on(asked: Asked) -> None:
-    del asked.norm["_buffers"]["statistics"], asked.norm["_known"]
-    assert asked() == "normalize"
-
-
-def test_what_another_thread_exchanges_stays_until_the_end(asked: Asked) -> None:
-    def same(x: Tensor, weight: Any, bias: Any) -> bool:
-        asked.norm["_parameters"] = {}  # the only one who held them
-        asked.norm["_numbers"] = None
-        return True
-
-    asked.norm["_parameters"] = {"weight": torch.ones(8), "bias": torch.ones(8)}
-    _, tracked, (_, differentiable) = asked.way("this", asked.x)
-    asked.globals["_seen"] = {(8, False): ((same, tracked, (None, differentiable)),)}
-    assert asked() == "this, differentiable"
-    assert torch.equal(asked.called[0][2], torch.ones(8)) and torch.equal(asked.called[0][3], torch.ones(8))
-
-
-def test_a_level_that_is_no_number_is_an_error(asked: Asked) -> None:
-    asked._current_level = "none"  # type: ignore[assignment]
+            ask.normalize(*wrong)
     with pytest.raises(TypeError):
-        asked()
+        in_cpp.normalize_with([])
+    with pytest.raises(TypeError, match="misses _seen"):
+        in_cpp.normalize_with({})
 
 
-def test_the_shortest_way_keeps_nothing(asked: Asked) -> None:
-    other = torch.randn(4, 8)
-    counted = asked.x, other, REMOVED, asked.norm, asked.weight, *asked.globals["_seen"][8, False]
+def test_the_shortest_way_keeps_nothing(asked: Any) -> None:
+    ask, x, other = asked(norm()), torch.randn(4, 8), torch.randn(5, 8)
+    ask.see(x)
+    (seen,) = ask.globals["_seen"][8, False]
+    counted = x, other, ask.norm._numbers, ask.norm.weight, ask.norm.__dict__, seen, seen.kernels
 
-    def run() -> None:
-        for asked.enabled in (False, True):
-            asked(), asked(other), asked(image=True)
-        asked.modes = 1
-        asked()
-        asked.modes = 0
-        asked.called.clear()
+    def all_of_it() -> None:
+        for enabled in (False, True):
+            with torch.set_grad_enabled(enabled):
+                ask(x), ask(other)
+        ask.handed_on.clear()
 
-    run()
+    all_of_it()
     before = [sys.getrefcount(each) for each in counted]
     for _ in range(100):
-        run()
+        all_of_it()
     assert [sys.getrefcount(each) for each in counted] == before

@@ -5,7 +5,7 @@ fused.py           NVIDIA GPUs with Triton: the algebra, and where it applies; f
 rows.py            rows of one shape: what calls need not ask again
 triton_kernels.py  what runs on the GPU
 launch.py          how a Triton kernel is launched without a search for it
-usual.py           the usual call of all these in C: usual.c, built where Triton is
+usual.py           the usual call of all these in C++: usual.cpp, built beside the first that need it
 native.py          CPUs, without gradients: native.c, built at installation
 inputs.py          what kernels are told, and what must be so before they are
 """

@@ -23,16 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
 
-from . import usual
 from .inputs import (
     FLOATS,
     Differentiable,
     Kernels,
     Parameter,
     Removed,
-    count_modes,
     fits,
     nobody_watches,
     output_dtype,
@@ -118,13 +115,11 @@ def _function(rows: Rows, removed: Removed) -> Differentiable:
             return _written_out(x, weight, rows.bias_dtype, dy, removed)
         return run(x, dy, weight, stats, removed[-1:])
 
+    if rows.in_cpp is not None:
+        found: Differentiable = rows.in_cpp.Differentiable(rows.with_stats, rows.way_back_in_cpp, removed, unusual)
+        return found
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    if (in_c := usual.compiled()) is not None:
-        halves = in_c.Halves(rows.with_stats, removed, rows, unusual, (is_grad_enabled, count_modes, forward_ad))
-        methods["forward"] = staticmethod(halves.forward)
     function: Any = type("CompensatedLayerNorm", (torch.autograd.Function,), methods)
-    if in_c is not None:
-        function._backward_cls.apply = in_c.method(halves.backward)
     # Past what torch does for those who watch: nobody does.
     apply: Differentiable = super(torch.autograd.Function, function).apply
     return apply

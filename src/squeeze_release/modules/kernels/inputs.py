@@ -91,7 +91,7 @@ def fits(parameter: Tensor, width: int, device: int) -> bool:
     )
 
 
-def like(*tensors: Parameter, channels: int | None = None) -> Callable[..., bool] | None:
+def like(*tensors: Parameter, channels: int | None = None, in_cpp: Any = None) -> Callable[..., bool] | None:
     """Whether tensors are as these, in all that a kernel believes of them but their addresses, in one call.
 
     torch's compiler asks this before every call of what it has compiled; of autocast, transforms and modes too, by what
@@ -99,7 +99,11 @@ def like(*tensors: Parameter, channels: int | None = None) -> Callable[..., bool
     modes (`count_modes`) and forward gradients. Where one is None here, only None is like it.
 
     channels: of the first tensor this dimension alone must be as long; its other sizes, and strides, are left open.
+    in_cpp: what `usual` has compiled, which asks the same.
     """
+    if in_cpp is not None and channels is None:
+        same: Callable[..., bool] = in_cpp.Likes(*tensors)
+        return same
     there = [tensor for tensor in tensors if tensor is not None]
     try:
         from torch._C._dynamo.guards import TensorGuards
@@ -118,12 +122,12 @@ def like(*tensors: Parameter, channels: int | None = None) -> Callable[..., bool
         return None
     missing = [tensor is None for tensor in tensors]
 
-    def same(*others: Parameter) -> bool:
+    def like_those_there(*others: Parameter) -> bool:
         if [other is None for other in others] != missing:
             return False
         return check(*(other for other in others if other is not None))
 
-    return same if any(missing) else check  # None is not like a tensor
+    return like_those_there if any(missing) else check  # None is not like a tensor
 
 
 def output_dtype(x: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""How a Triton kernel is launched: the first time by Triton, then by `usual.c`.
+"""How a Triton kernel is launched: the first time by Triton, then by `usual.cpp`.
 
 Small tensors are bound by the host, and Triton looks at every argument to find the kernel for them. What it would find
 is known here: dtypes and constants belong to a `Kernel`.
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import usual
 from .inputs import GONE, Parameter
 
 Allocate = Callable[..., Tensor]  # from shape, strides and dtype
@@ -24,7 +23,6 @@ Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype | None]
 Outputs = tuple[Output | None, ...]
 Launch = Callable[..., Any]
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # a build for CPUs has none
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 _one_at_a_time = threading.RLock()
 
 
@@ -76,31 +74,32 @@ class LongWay:
     """A kernel on a grid. Called with the tensors it reads, and a tuple of numbers; returns those that it fills.
 
     Its parameters are both, in this order, then `integers`, then the numbers. Tensors that are read, but for the first,
-    and outputs may be None, where its constants say so. alone: only the first output is returned.
+    and outputs may be None, where its constants say so. alone: only the first output is returned. in_cpp: what `usual`
+    has compiled.
     """
 
     def __init__(
-        self, kernel: Kernel, grid: tuple[int, int], device: int, empty: Allocate,
-        outputs: Outputs, integers: tuple[int, ...], alone: bool = False,
+        self, kernel: Kernel, grid: tuple[int, int], device: torch.device, empty: Allocate,
+        outputs: Outputs, integers: tuple[int, ...], alone: bool = False, in_cpp: Any = None,
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.device, self.empty = kernel, grid, device, empty
-        self.outputs, self.integers, self.alone = outputs, integers, alone
-        self.short: Any = None
-        if (in_c := usual.compiled()) is not None:
-            where = current_device, current_stream, device
-            self.short = in_c.Launch(self, empty, outputs, integers, alone, grid, where)
-            if kernel.known is not None:
-                self.short.know(*kernel.known)
+        self.outputs, self.integers, self.alone, self.in_cpp = outputs, integers, alone, in_cpp
+        self.launch = None if in_cpp is None else in_cpp.Launch(outputs, integers, grid, device)
+        self._teach()
 
     @property
     def shortest(self) -> Launch:
         """The shortest way that there is; it leads to this one where it does not know better."""
-        return self if self.short is None else self.short
+        return self if self.launch is None else self.in_cpp.Way(self.launch, self, self.alone)
+
+    def _teach(self) -> None:
+        if self.launch is not None and self.kernel.known is not None:
+            self.launch.know(*self.kernel.known)
 
     def __call__(self, *arguments: Any) -> Any:
-        if current_device() != self.device >= 0:
+        if self.device.type == "cuda" and current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                return self.shortest(*arguments)
+                return self(*arguments)
         *read, numbers = arguments
         filled = [None if each is None else self.empty(*each) for each in self.outputs]
         tensors: list[Parameter] = [*read, *filled]
@@ -108,8 +107,7 @@ class LongWay:
         self.kernel.run(
             self.grid, [somewhere if each is None else each for each in tensors], (*self.integers, *numbers)
         )
-        if self.short is not None and self.kernel.known is not None:
-            self.short.know(*self.kernel.known)
+        self._teach()
         return filled[0] if self.alone else tuple(filled)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import usual
 from .inputs import Parameter, Removed, fits, like, nobody_watches, readable
 from .launch import Kernel, Launch, LongWay, Outputs, Tile
 
@@ -28,7 +29,6 @@ AT_ONCE_ROWS, AT_ONCE_ELEMENTS = 512, 1 << 21  # up to which that is faster than
 Forward = Callable[[Tensor, Parameter, Parameter, Removed], Tensor]
 WithStats = Callable[[Tensor, Parameter, Parameter, Removed], tuple[Tensor, Tensor]]
 Gradients = tuple[Tensor, Parameter, Parameter]  # of x, weight and bias; of these two where they are asked for
-Backward = Callable[[Tensor, Tensor, Parameter, Tensor, tuple[float]], Gradients]  # x, dy, weight, statistics, (1 / C,)
 AS_ROWS = -1  # in place of pixels: x lies row by row already
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}
@@ -49,19 +49,33 @@ class Kind(NamedTuple):
     to_bias: bool
 
 
+class Backward(NamedTuple):
+    """One kernel, or two: then `total` adds up what `first` has left in parts."""
+
+    first: Launch
+    total: Launch | None = None
+
+    def __call__(self, x: Tensor, dy: Tensor, weight: Parameter, stats: Tensor, inverse: tuple[float]) -> Gradients:
+        dx, *others = self.first(x, dy.contiguous(), weight, stats, inverse)
+        to_weight, to_bias = (*others, None)[:2] if self.total is None else self.total(others[0], ())
+        return dx, to_weight, to_bias
+
+
 class Rows:
     def __init__(self, kind: Kind) -> None:
-        self.shape, self.image, device, *dtypes, _, self.to_weight, self.to_bias = kind
+        self.shape, self.image, self.device, *dtypes, _, self.to_weight, self.to_bias = kind
         self.x_dtype, self.y_dtype, self.weight_dtype, self.bias_dtype = dtypes
-        self.device, self.empty = -1 if device.index is None else device.index, _allocator(device)
+        self.index, self.empty = -1 if self.device.index is None else self.device.index, _allocator(self.device)
         self.stride, self.width, self.size = _contiguous(self.shape), self.shape[-1], math.prod(self.shape)
         self.count, self.few = self.size // self.width, self.size < FEW_PROGRAMS * TILE
         self.multiple = math.gcd(self.width, 8)
         self.groups = self.width // self.multiple
         # Whether tensors are like some that were saved, and the way for them.
-        self.way_back: tuple[Callable[..., bool], Backward] = _never, _never
+        self.way_back: tuple[Callable[..., bool], Backward | None] = _never, None
+        self.in_cpp = usual.compiled()  # for all of these: it may come meanwhile
+        self.way_back_in_cpp = None if self.in_cpp is None else self.in_cpp.WayBack()
         self._plain: dict[int, Forward] = {}
-        self._backward: dict[tuple[torch.dtype, bool], Backward] = {}
+        self._backward: dict[torch.dtype, Backward] = {}
 
     @classmethod
     def of(cls, x: Tensor, weight: Parameter, bias: Parameter, dtype: torch.dtype, image: bool = False) -> Rows:
@@ -116,13 +130,15 @@ class Rows:
             return known
         if not self._as_they_were(x, weight, stats, dy):
             return None
-        kind = dy.dtype, dy.is_contiguous()
-        run = self._backward.get(kind) or self._backward.setdefault(kind, self._backward_of(*kind))
-        self.way_back = like(x, weight, stats, dy) or _never, run
+        run = self._backward.get(dy.dtype) or self._backward.setdefault(dy.dtype, self._backward_of(dy.dtype))
+        same = like(x, weight, stats, dy, in_cpp=self.in_cpp)
+        self.way_back = same or _never, run
+        if self.in_cpp is not None:
+            self.way_back_in_cpp.learn(same, *(None if each is None else each.launch for each in run))
         return run
 
     def _as_they_were(self, x: Tensor, weight: Parameter, stats: Tensor, dy: Tensor) -> bool:
-        if not nobody_watches() or not all(readable(each, self.device) for each in (x, stats, dy)):
+        if not nobody_watches() or not all(readable(each, self.index) for each in (x, stats, dy)):
             return False
         dtypes = self.x_dtype, torch.float32, self.weight_dtype
         if (x.dtype, stats.dtype, None if weight is None else weight.dtype) != dtypes:
@@ -130,18 +146,16 @@ class Rows:
         shapes = self.shape, self.shape, (self.count, 2)
         if (x.shape, dy.shape, stats.shape) != shapes or not (x.is_contiguous() and stats.is_contiguous()):
             return False
-        return weight is None or fits(weight, self.width, self.device)
+        return weight is None or fits(weight, self.width, self.index)
 
-    def _backward_of(self, dy_dtype: torch.dtype, contiguous: bool) -> Backward:
-        """From gradients of this dtype, that lie so."""
+    def _backward_of(self, dy_dtype: torch.dtype) -> Backward:
         outputs = (
             (self.shape, self.stride, self.x_dtype),
             ((self.width,), (1,), self.weight_dtype) if self.to_weight else None,
             ((self.width,), (1,), self.bias_dtype) if self.to_bias else None,
         )
         few = self.count <= AT_ONCE_ROWS and self.size <= AT_ONCE_ELEMENTS
-        run = (self._at_once if few else self._in_parts)(outputs, dy_dtype)
-        return run if contiguous else lambda x, dy, *others: run(x, dy.contiguous(), *others)
+        return (self._at_once if few else self._in_parts)(outputs, dy_dtype)
 
     def _at_once(self, outputs: Outputs, dy_dtype: torch.dtype) -> Backward:
         """Few rows: one kernel."""
@@ -158,12 +172,12 @@ class Rows:
         dtypes = self.x_dtype, self.weight_dtype, dy_dtype, self.bias_dtype
         summing = -(-self.width // SUMMED.block) if self.to_weight or self.to_bias else 0
         kernel, programs = self._kernel("backward_at_once", constants, tile, dtypes), -(-self.count // tile.rows)
-        return self._launch(kernel, (summing + programs, 1), outputs, (self.count, self.groups))
+        return Backward(self._launch(kernel, (summing + programs, 1), outputs, (self.count, self.groups)))
 
     def _in_parts(self, outputs: Outputs, dy_dtype: torch.dtype) -> Backward:
         """Many rows: programs take parts of them; where there are sums, another kernel adds up those of the parts."""
         tile, summed = _tile(self.width, self.few), self.to_weight or self.to_bias
-        programs = min(-(-self.count // tile.rows), _multiprocessors(self.device) * max(1, 16 // tile.warps))
+        programs = min(-(-self.count // tile.rows), _multiprocessors(self.index) * max(1, 16 // tile.warps))
         like_x, like_weight, like_bias = outputs
         like_parts = (2, programs, self.width), (programs * self.width, self.width, 1), torch.float32
         constants = self.weight_dtype is not None, summed, self.multiple, *tile.shape
@@ -171,29 +185,23 @@ class Rows:
         integers = self.count, self.groups
         to_x = self._launch(kernel, (programs, 1), (like_x, like_parts if summed else None), integers)
         if not summed:
-            return lambda *arguments: (*to_x(*arguments), None)
+            return Backward(to_x)
         asked = self.weight_dtype if self.to_weight else None, self.bias_dtype if self.to_bias else None
         kernel = self._kernel("total", (self.to_weight, self.to_bias, *TOTAL.shape), TOTAL, asked)
         grid = -(-self.width // TOTAL.block), 2
-        total = self._launch(kernel, grid, (like_weight, like_bias), (programs, self.width))
-
-        def run(*arguments: Any) -> Gradients:
-            dx, parts = to_x(*arguments)
-            return dx, *total(parts, ())
-
-        return run
+        return Backward(to_x, self._launch(kernel, grid, (like_weight, like_bias), (programs, self.width)))
 
     # ---------------------------------------------------------------------------------------------------------- kernels
 
     def _kernel(self, name: str, constants: tuple[Any, ...], tile: Tile, dtypes: tuple[Any, ...]) -> Kernel:
         """Rows of one kind share it."""
-        key = name, constants, tile.warps, dtypes, self.device
+        key = name, constants, tile.warps, dtypes, self.index
         return _kernels.setdefault(key, Kernel(name, constants, tile.warps))
 
     def _launch(
         self, kernel: Kernel, grid: tuple[int, int], outputs: Outputs, integers: tuple[int, ...], alone: bool = False
     ) -> Launch:
-        return LongWay(kernel, grid, self.device, self.empty, outputs, integers, alone).shortest
+        return LongWay(kernel, grid, self.device, self.empty, outputs, integers, alone, self.in_cpp).shortest
 
 
 _rows = functools.lru_cache(1024)(Rows)

@@ -7,7 +7,6 @@ and a quick answer: `TensorGuards`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,19 +72,23 @@ def normalize(x: Tensor, norm: dict[str, Any], image: bool) -> Tensor | None:
 _normalize = normalize
 
 
-@functools.cache
-def _shorten() -> None:
-    """From now on C has the usual case, and comes to `_normalize` with all others."""
+def _shorten(in_cpp: Any) -> None:
+    """From now on C++ has the usual case, and comes to `_normalize` with all others."""
     global normalize
-    if (in_c := usual.compiled()) is not None:
-        normalize = in_c.normalize_with(globals())
+    _forget_ways()
+    normalize = in_cpp.normalize_with(globals())
 
 
 def forget() -> None:
     """All that was seen and made, for who changes how kernels are made."""
+    _forget_ways()
+    rows._kernels.clear()
+
+
+def _forget_ways() -> None:
+    """But not what is known of kernels."""
     _seen.clear()
     rows._rows.cache_clear()
-    rows._kernels.clear()
     fused._function.cache_clear()
 
 
@@ -98,14 +101,17 @@ def _look(x: Tensor, weight: Parameter, bias: Parameter, kept: int, image: bool)
     for parameter in (weight, bias):
         if parameter is not None and not (parameter.__class__ is nn.Parameter and address_of(parameter)):
             return None
-    same = like(x, weight, bias, channels=None if x.is_cuda else 1 if image else -1)
+    kernels, in_cpp = Kernels(None, None), usual.compiled()
+    same = like(x, weight, bias, channels=None if x.is_cuda else 1 if image else -1, in_cpp=in_cpp)
     if same is None:
         return None
-    kernels = Kernels(None, None)
     if x.is_cpu:
         kernels = Kernels(native.kernel(x, weight, bias, image), None)
     elif x.is_cuda:
         kernels = fused.kernels(x, weight, bias, image)
-        _shorten()
+        if kernels.plain is not None:
+            usual.begin(_shorten)
+        if usual.compiled() is not in_cpp:  # which was built meanwhile, and these would be without it
+            return None
     tracked = any(each is not None and each.requires_grad for each in (x, weight, bias))
     return Seen(same, tracked, kernels)

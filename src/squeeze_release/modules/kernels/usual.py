@@ -1,22 +1,115 @@
-"""The usual call in C: `usual.c`, for small tensors, which wait for the host.
+"""The usual call in C++: `usual.cpp`, for small tensors, which wait for the host.
 
-After a backward, which another thread runs, all that Python touches is new to a processor again, and C touches less.
+torch has no binary interface for autograd that outlives a release, so it is built here, for the torch that is there:
+once, in half a minute, beside a program that goes on in Python meanwhile. What is built lies in the user's cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import torch
+
+SOURCE = Path(__file__).with_name("usual.cpp")
+NAME = "squeeze_release_usual"
+_module: Any = None
+_building: threading.Thread | None = None
+
+
+def compiled() -> Any:
+    """What was built; None until it is, and where it cannot be."""
+    return _module
+
 
 @functools.cache
-def compiled() -> Any:
-    """Built as Triton builds what it launches with itself; None where it cannot be."""
-    try:
-        from triton.runtime.build import compile_module_from_src
+def begin(then: Callable[[Any], None]) -> None:
+    """Load it, or begin to build it: `then` gets it, in another thread if it had to be built."""
+    global _building
+    with contextlib.suppress(Exception):  # a cache that cannot be read: whatever it is, there is another way
+        built = cache()
+        if built.exists():
+            _take(built, then)
+        else:
+            _building = threading.Thread(target=_build_and_take, args=(built, then), daemon=True)
+            _building.start()
 
-        source = Path(__file__).with_name("usual.c").read_text(encoding="utf-8")
-        return compile_module_from_src(src=source, name="squeeze_release_usual")
-    except Exception:  # no Triton, no compiler, another interface: whatever it is, there is another way
-        return None
+
+def wait() -> Any:
+    """For who measures: what is there in the end."""
+    if _building is not None:
+        _building.join()
+    return _module
+
+
+def cache() -> Path:
+    """Where it is, or will be, for this source, torch and Python."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "squeeze-release" / "kernels"
+    versions = torch.__version__, torch.version.git_version, platform.machine()
+    key = hashlib.sha256(repr((SOURCE.read_text(encoding="utf-8"), versions)).encode()).hexdigest()[:16]
+    return folder / key / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def build(into: Path, *flags: str) -> None:
+    """As a whole or not at all, and once, however many processes ask."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler")
+    root = Path(torch.__file__).parent
+    headers = (
+        sysconfig.get_config_var("INCLUDEPY"),
+        root / "include",
+        root / "include" / "torch" / "csrc" / "api" / "include",
+    )
+    libraries = [f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
+    into.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(into.parent), tempfile.TemporaryDirectory(dir=into.parent) as folder:
+        if into.exists():
+            return
+        made = Path(folder) / into.name
+        command = [*compiler.split(), "-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", *flags, SOURCE, "-o", made]
+        for each in headers:
+            command += ["-isystem", each]
+        subprocess.run(list(map(str, [*command, *libraries])), check=True, capture_output=True)
+        made.replace(into)
+
+
+def load(built: Path) -> Any:
+    spec = spec_from_file_location(NAME, built)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _build_and_take(built: Path, then: Callable[[Any], None]) -> None:
+    with contextlib.suppress(Exception):  # no compiler, no headers: whatever it is, there is another way
+        build(built)
+        _take(built, then)
+
+
+def _take(built: Path, then: Callable[[Any], None]) -> None:
+    global _module
+    _module = load(built)
+    then(_module)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    import fcntl  # not on Windows
+
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
