@@ -52,8 +52,8 @@ class Kind(NamedTuple):
 class Backward(NamedTuple):
     """One kernel, or two: then `total` adds up what `first` has left in parts."""
 
-    first: Launch
-    total: Launch | None = None
+    first: Any
+    total: Any = None
 
     def __call__(self, x: Tensor, dy: Tensor, weight: Parameter, stats: Tensor, inverse: tuple[float]) -> Gradients:
         dx, *others = self.first(x, dy.contiguous(), weight, stats, inverse)
@@ -73,7 +73,7 @@ class Rows:
         # Whether tensors are like some that were saved, and the way for them.
         self.way_back: tuple[Callable[..., bool], Backward | None] = _never, None
         self.in_cpp = usual.compiled()  # for all of these: it may come meanwhile
-        self.way_back_in_cpp = None if self.in_cpp is None else self.in_cpp.WayBack()
+        self.way_back_in_cpp: Any = None if self.in_cpp is None else self.in_cpp.WayBack()
         self._plain: dict[int, Forward] = {}
         self._backward: dict[torch.dtype, Backward] = {}
 
@@ -131,10 +131,10 @@ class Rows:
         if not self._as_they_were(x, weight, stats, dy):
             return None
         run = self._backward.get(dy.dtype) or self._backward.setdefault(dy.dtype, self._backward_of(dy.dtype))
-        same = like(x, weight, stats, dy, in_cpp=self.in_cpp)
-        self.way_back = same or _never, run
+        new = like(x, weight, stats, dy, in_cpp=self.in_cpp) or _never
+        self.way_back = new, run  # as a whole: another thread may look at the same time
         if self.in_cpp is not None:
-            self.way_back_in_cpp.learn(same, *(None if each is None else each.launch for each in run))
+            self.way_back_in_cpp.learn(new, *(None if each is None else each.launch for each in run))
         return run
 
     def _as_they_were(self, x: Tensor, weight: Parameter, stats: Tensor, dy: Tensor) -> bool:
