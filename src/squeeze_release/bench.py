@@ -20,6 +20,7 @@ from .batches import batch_of, one_call, with_batch
 from .copies import borrowed
 from .errors import InputError
 from .masks import bake_masks
+from .modules.kernels import usual
 from .rehearse import Call
 from .unwrap import unwrap
 from .verify import map_tensors
@@ -172,6 +173,7 @@ def _runs(networks: dict[str, nn.Module], call: Call) -> bool:
 
 
 def _measure(networks: dict[str, nn.Module], call: Call, where: torch.device, seconds: float) -> list[Timing]:
+    usual.wait()  # what is built beside first calls
     for network in networks.values():
         for _ in range(_WARM_UP):
             _seconds(network, call, where)
