@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,16 +62,62 @@ def test_where_it_cannot_be_built(why: str, fresh: Path, monkeypatch: pytest.Mon
     assert usual.wait() is None
 
 
-def test_one_process_builds(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+class Compiler:
+    """It notes that it was called, and writes something when it is let."""
+
+    def __init__(self, folder: Path) -> None:
+        self.called, self.may_end, self.program = (folder / name for name in ("called", "may_end", "program"))
+        wait = f"while [ ! -e {self.may_end} ]; do sleep 0.05; done"
+        lines = f"echo called >> {self.called}", wait, 'while [ "$1" != -o ]; do shift; done', 'echo > "$2"'
+        self.program.write_text("\n".join(["#!/bin/sh", *lines]))
+        self.program.chmod(0o755)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compiler]:
+    made = Compiler(tmp_path)
+    monkeypatch.setenv("CXX", str(made.program))
+    yield made
+    made.may_end.touch()
+
+
+def until_it_is_there(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_one_process_builds(fresh: Path, compiler: Compiler) -> None:
     """Others wait for it, and find it."""
-    log, compiler = tmp_path / "log", tmp_path / "compiler"
-    lines = f"echo built >> {log}", "sleep 0.3", 'while [ "$1" != -o ]; do shift; done', 'echo > "$2"'
-    compiler.write_text("\n".join(["#!/bin/sh", *lines]))
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: usual.build(fresh), range(4)))
-    assert log.read_text() == "built\n" and {each.name for each in fresh.parent.iterdir()} == {"lock", fresh.name}
+        building = [pool.submit(usual.build, fresh) for _ in range(4)]
+        until_it_is_there(compiler.called)
+        compiler.may_end.touch()
+        for each in building:
+            each.result()
+    assert compiler.called.read_text() == "called\n"
+    assert {each.name for each in fresh.parent.iterdir()} == {"lock", fresh.name}
+
+
+def test_a_process_that_ends_before_it_is_built(fresh: Path, compiler: Compiler) -> None:
+    """The next one has it."""
+    script = (
+        "import os, time; from squeeze_release.modules.kernels import usual; usual.begin(print)\n"
+        f"while not os.path.exists({str(compiler.called)!r}): time.sleep(0.01)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert not fresh.exists()
+    compiler.may_end.touch()
+    until_it_is_there(fresh)
+    assert {each.name for each in fresh.parent.iterdir()} == {"lock", fresh.name}
+
+
+def test_nothing_is_left_of_what_failed(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(subprocess.CalledProcessError):
+        usual.build(fresh)
+    assert [each.name for each in fresh.parent.iterdir()] == ["lock"]
 
 
 def test_another_torch_has_another(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

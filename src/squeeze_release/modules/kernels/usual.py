@@ -14,7 +14,6 @@ import platform
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
@@ -68,22 +67,17 @@ def build(into: Path, *flags: str) -> None:
     if compiler is None:
         raise FileNotFoundError("no C++ compiler")
     root = Path(torch.__file__).parent
-    headers = (
-        sysconfig.get_config_var("INCLUDEPY"),
-        root / "include",
-        root / "include" / "torch" / "csrc" / "api" / "include",
-    )
-    libraries = [f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
+    headers = sysconfig.get_config_var("INCLUDEPY"), root / "include", root / "include/torch/csrc/api/include"
+    command = [*compiler.split(), "-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", *flags, SOURCE]
+    for each in headers:
+        command += ["-isystem", each]
+    command += [f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
+    # By a shell, which brings it to an end if this process has come to its own meanwhile.
+    script = 'new="$0.$$"; "$@" -o "$new" && mv "$new" "$0" || { rm -f "$new"; exit 1; }'
     into.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(into.parent), tempfile.TemporaryDirectory(dir=into.parent) as folder:
-        if into.exists():
-            return
-        made = Path(folder) / into.name
-        command = [*compiler.split(), "-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", *flags, SOURCE, "-o", made]
-        for each in headers:
-            command += ["-isystem", each]
-        subprocess.run(list(map(str, [*command, *libraries])), check=True, capture_output=True)
-        made.replace(into)
+    with _alone(into.parent):
+        if not into.exists():
+            subprocess.run(list(map(str, ["sh", "-c", script, into, *command])), check=True, capture_output=True)
 
 
 def load(built: Path) -> Any:
