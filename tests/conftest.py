@@ -113,7 +113,7 @@ def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     built = folder / "usual" / usual.cache().name
     try:
-        usual.build(built, "-Wall", "-Wextra", "-Werror")
+        usual.build(built, "-O1", "-Wall", "-Wextra", "-Werror")
     except subprocess.CalledProcessError as error:
         pytest.fail(error.stderr.decode())
     return usual.load(built)
