@@ -114,6 +114,6 @@ def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Any:
     built = folder / "usual" / usual.cache().name
     try:
         usual.build(built, "-O1", "-Wall", "-Wextra", "-Werror")
-    except subprocess.CalledProcessError as error:
-        pytest.fail(error.stderr.decode())
+    except subprocess.CalledProcessError:
+        pytest.fail(usual.log_of(built).read_text())
     return usual.load(built)

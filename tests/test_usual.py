@@ -190,6 +190,33 @@ def test_a_compiled_backward(plain: Plain) -> None:
     near(got, want.double())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+def test_a_compiler_that_copies_what_was_saved(plain: Plain) -> None:
+    """What the node has in common with others is no data: a copy of it must not be read."""
+    made, x = norm(), torch.randn(4, 8, requires_grad=True)
+    y = run(made, x).square().sum()
+    torch._dynamo.reset()  # what was compiled for another test
+
+    def copies(graph: Any) -> Any:
+        return lambda inputs, *others: graph([each.clone() for each in inputs], *others)
+
+    with torch._dynamo.compiled_autograd._enable(copies), pytest.raises(RuntimeError, match="a copy of"):
+        torch.autograd.grad(y, x)
+
+
+def test_gradients_of_several_layouts_in_turn(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x, asked = norm(), torch.randn(4, 8, requires_grad=True), []
+    ask = rows.Rows.backward
+    monkeypatch.setattr(rows.Rows, "backward", lambda *given: asked.append(given) or ask(*given))
+    layouts = torch.randn(4, 8), torch.randn(1, 8).expand(4, 8), torch.randn(8, 4).T
+    exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()
+    for _ in range(3):
+        for dy in layouts:
+            (want,) = torch.autograd.grad(exact(wide), wide, dy.double())
+            near(torch.autograd.grad(run(made, x), x, dy)[0], want)
+    assert len(asked) == len(layouts)
+
+
 def test_saved_tensors_may_be_elsewhere_meanwhile(plain: Plain) -> None:
     made, x = norm(), torch.randn(4, 8, requires_grad=True)
     want = torch.autograd.grad(run(made, x).square().sum(), x)[0]

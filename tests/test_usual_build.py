@@ -45,19 +45,16 @@ def test_it_is_built_beside_and_found_again(fresh: Path, in_cpp: Any, monkeypatc
     assert len(taken) == 2 and usual.compiled() is taken[1]
 
 
-@pytest.mark.parametrize("why", ["no compiler", "a compiler that fails", "a cache that is a file", "no library"])
+@pytest.mark.parametrize("why", ["no compiler", "a compiler that fails", "a cache that is a file"])
 def test_where_it_cannot_be_built(why: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "no compiler":
         monkeypatch.delenv("CXX", raising=False)
         monkeypatch.setattr(usual.shutil, "which", lambda name: None)
     elif why == "a compiler that fails":
         monkeypatch.setenv("CXX", "false")
-    elif why == "a cache that is a file":
+    else:
         fresh.parents[2].mkdir(parents=True, exist_ok=True)
         fresh.parents[1].write_text("")
-    else:
-        fresh.parent.mkdir(parents=True)
-        fresh.write_text("not a library")
     usual.begin(lambda module: pytest.fail("nothing was built"))
     assert usual.wait() is None
 
@@ -97,7 +94,7 @@ def test_one_process_builds(fresh: Path, compiler: Compiler) -> None:
         for each in building:
             each.result()
     assert compiler.called.read_text() == "called\n"
-    assert {each.name for each in fresh.parent.iterdir()} == {"lock", fresh.name}
+    assert {each.name for each in fresh.parent.iterdir()} == {"lock", "log", fresh.name}
 
 
 def test_a_process_that_ends_before_it_is_built(fresh: Path, compiler: Compiler) -> None:
@@ -110,14 +107,34 @@ def test_a_process_that_ends_before_it_is_built(fresh: Path, compiler: Compiler)
     assert not fresh.exists()
     compiler.may_end.touch()
     until_it_is_there(fresh)
-    assert {each.name for each in fresh.parent.iterdir()} == {"lock", fresh.name}
+    assert {each.name for each in fresh.parent.iterdir()} == {"lock", "log", fresh.name}
 
 
 def test_nothing_is_left_of_what_failed(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(subprocess.CalledProcessError):
         usual.build(fresh)
-    assert [each.name for each in fresh.parent.iterdir()] == ["lock"]
+    assert {each.name for each in fresh.parent.iterdir()} == {"lock", "log"}
+
+
+def test_what_cannot_be_loaded_is_built_again(fresh: Path, in_cpp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(into: Path) -> None:
+        into.write_bytes(Path(in_cpp.__file__).read_bytes())
+
+    fresh.parent.mkdir(parents=True)
+    fresh.write_text("not a library")
+    monkeypatch.setattr(usual, "build", build)
+    usual.begin(lambda module: None)
+    assert usual.wait() is not None
+
+
+def test_why_it_was_not_built(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("what is this?")
+    monkeypatch.setattr(usual, "SOURCE", broken)
+    with pytest.raises(subprocess.CalledProcessError):
+        usual.build(fresh)
+    assert "what" in usual.log_of(fresh).read_text()
 
 
 def test_another_torch_has_another(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class Backward(NamedTuple):
 
 
 class Rows:
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, in_cpp: Any) -> None:
         self.shape, self.image, self.device, *dtypes, _, self.to_weight, self.to_bias = kind
         self.x_dtype, self.y_dtype, self.weight_dtype, self.bias_dtype = dtypes
         self.index, self.empty = -1 if self.device.index is None else self.device.index, _allocator(self.device)
@@ -72,7 +72,7 @@ class Rows:
         self.groups = self.width // self.multiple
         # Whether tensors are like some that were saved, and the way for them.
         self.way_back: tuple[Callable[..., bool], Backward | None] = _never, None
-        self.in_cpp = usual.compiled()  # for all of these: it may come meanwhile
+        self.in_cpp = in_cpp  # for all of these: it may come meanwhile
         self.way_back_in_cpp: Any = None if self.in_cpp is None else self.in_cpp.WayBack()
         self._plain: dict[int, Forward] = {}
         self._backward: dict[torch.dtype, Backward] = {}
@@ -83,7 +83,7 @@ class Rows:
         shape = tuple((x.permute(0, 2, 3, 1) if image else x).shape)
         weight_dtype, bias_dtype = (None if each is None else each.dtype for each in (weight, bias))
         asked = (each is not None and each.requires_grad for each in (x, weight, bias))
-        return _rows(Kind(shape, image, x.device, x.dtype, dtype, weight_dtype, bias_dtype, *asked))
+        return _rows(Kind(shape, image, x.device, x.dtype, dtype, weight_dtype, bias_dtype, *asked), usual.compiled())
 
     # ---------------------------------------------------------------------------------------------------------- forward
 

@@ -49,18 +49,19 @@ def normalize(x: Tensor, norm: dict[str, Any], image: bool) -> Tensor | None:
     kind = kept, image
     # None is no parameter, and missing is one that is made elsewhere: of a parametrized norm.
     weight, bias = parameters.get("weight", _MISSING), parameters.get("bias", _MISSING)
-    before = _seen.get(kind, ())
+    all_seen = _seen  # of now: who forgets puts another in its place, and what is written here is forgotten too
+    before = all_seen.get(kind, ())
     for place, seen in enumerate(before):
         if seen.same(x, weight, bias):
             if place > 3:
-                _seen[kind] = (seen, *before[:place], *before[place + 1 :])
+                all_seen[kind] = (seen, *before[:place], *before[place + 1 :])
             break
     else:
         found = _look(x, weight, bias, kept, image)
         if found is None:
             return None
         # As a whole: another thread may look at the same time.
-        seen, _seen[kind] = found, (found, *before[: _MOST - 1])
+        seen, all_seen[kind] = found, (found, *before[: _MOST - 1])
     if count_modes() or forward_ad._current_level >= 0:
         return None
     _, tracked, (plain, differentiable) = seen
@@ -87,7 +88,8 @@ def forget() -> None:
 
 def _forget_ways() -> None:
     """But not what is known of kernels."""
-    _seen.clear()
+    global _seen
+    _seen = {}
     rows._rows.cache_clear()
     fused._function.cache_clear()
 

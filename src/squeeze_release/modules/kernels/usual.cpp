@@ -16,6 +16,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -261,23 +262,28 @@ class WayBack {
     };
 
     mutable std::mutex one_at_a_time;
-    std::shared_ptr<const Known> known;
+    std::shared_ptr<const std::vector<Known>> known = std::make_shared<std::vector<Known>>();  /* the latest first */
 
    public:
     void learn(std::shared_ptr<const Likes> same, Launches first, Launches total) {
         if (!same || same->each.size() != 4 || !first) throw py::type_error("x, weight, statistics and dy, and a launch");
-        auto found = std::make_shared<Known>(Known{std::move(same), std::move(first), std::move(total)});
+        auto found = std::make_shared<std::vector<Known>>();
+        found->push_back({std::move(same), std::move(first), std::move(total)});
         std::lock_guard lock(one_at_a_time);
+        for (size_t i = 0; i < known->size() && i < 3; i++) found->push_back((*known)[i]);
         known = std::move(found);
     }
 
     Tensors operator()(const Tensor &x, const Tensor &weight, const Tensor &stats, const Tensor &dy, float inverse) const {
-        std::shared_ptr<const Known> way;
+        std::shared_ptr<const std::vector<Known>> ways;
         {
             std::lock_guard lock(one_at_a_time);
-            way = known;
+            ways = known;
         }
-        if (!way || c10::GradMode::is_enabled() || !nobody_watches() || !(*way->same)({x, weight, stats, dy})) return {};
+        if (c10::GradMode::is_enabled() || !nobody_watches()) return {};
+        const Tensor given[] = {x, weight, stats, dy};
+        auto way = std::find_if(ways->begin(), ways->end(), [&](const Known &each) { return (*each.same)(given); });
+        if (way == ways->end()) return {};
         Tensors made = (*way->first)({x, dy.contiguous(), weight, stats}, {inverse});
         if (made.empty() || !way->total) return made;
         Tensors sums = (*way->total)({made[1]}, {});
@@ -326,14 +332,20 @@ class Differentiable {
         }
     };
 
-    static const Common &in(const Tensor &tensor) { return *static_cast<const Common *>(tensor.storage().data()); }
+    static void drop(void *gone) { delete static_cast<Common *>(gone); }
+
+    static const Common &in(const Tensor &tensor) {
+        auto *found = tensor.storage().data_ptr().cast_context<Common>(&drop);
+        TORCH_CHECK(found, "a copy of what CompensatedLayerNorm has saved is nothing");
+        return *found;
+    }
 
    public:
     Differentiable(std::shared_ptr<const Way> with_stats, std::shared_ptr<const WayBack> back, const py::tuple &removed,
                    const py::object &unusual) {
         if (!with_stats || !back || removed.empty()) throw py::type_error("ways and numbers are needed");
         auto *made = new Common{std::move(with_stats), std::move(back), numbers_of(removed), hold(unusual)};
-        common = at::from_blob(made, {1}, [](void *gone) { delete static_cast<Common *>(gone); }, at::kByte);
+        common = at::for_blob(made, {1}).context(made, drop).options(at::kByte).make_tensor();
     }
 
     Tensor operator()(const Tensor &x, const Tensor &weight, const Tensor &bias) const {

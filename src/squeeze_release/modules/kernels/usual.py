@@ -40,10 +40,12 @@ def begin(then: Callable[[Any], None]) -> None:
     with contextlib.suppress(Exception):  # a cache that cannot be read: whatever it is, there is another way
         built = cache()
         if built.exists():
-            _take(built, then)
-        else:
-            _building = threading.Thread(target=_build_and_take, args=(built, then), daemon=True)
-            _building.start()
+            try:
+                return _take(built, then)
+            except ImportError:  # it was made on another machine, say
+                built.unlink(missing_ok=True)
+        _building = threading.Thread(target=_build_and_take, args=(built, then), daemon=True)
+        _building.start()
 
 
 def wait() -> Any:
@@ -56,7 +58,7 @@ def wait() -> Any:
 def cache() -> Path:
     """Where it is, or will be, for this source, torch and Python."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "squeeze-release" / "kernels"
-    versions = torch.__version__, torch.version.git_version, platform.machine()
+    versions = torch.__version__, torch.version.git_version, platform.machine(), platform.libc_ver()
     key = hashlib.sha256(repr((SOURCE.read_text(encoding="utf-8"), versions)).encode()).hexdigest()[:16]
     return folder / key / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
@@ -72,12 +74,20 @@ def build(into: Path, *flags: str) -> None:
     for each in headers:
         command += ["-isystem", each]
     command += [f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
-    # By a shell, which brings it to an end if this process has come to its own meanwhile.
-    script = 'new="$0.$$"; "$@" -o "$new" && mv "$new" "$0" || { rm -f "$new"; exit 1; }'
+    # By a shell, which brings it to an end, and has the lock till then, if this process comes to its own meanwhile.
+    script = 'new="$0.new"; "$@" -o "$new" && mv "$new" "$0" || { rm -f "$new"; exit 1; }'
     into.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(into.parent):
+    with _alone(into.parent) as lock, log_of(into).open("wb") as log:
         if not into.exists():
-            subprocess.run(list(map(str, ["sh", "-c", script, into, *command])), check=True, capture_output=True)
+            subprocess.run(
+                list(map(str, ["sh", "-c", script, into, *command])), check=True, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[lock],
+            )  # fmt: skip
+
+
+def log_of(built: Path) -> Path:
+    """What the compiler said, for who wonders why it was not built."""
+    return built.with_name("log")
 
 
 def load(built: Path) -> Any:
@@ -101,9 +111,12 @@ def _take(built: Path, then: Callable[[Any], None]) -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder: Path) -> Iterator[int]:
     import fcntl  # not on Windows
 
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            yield lock.fileno()
+        finally:  # for a process that was forked meanwhile has it too
+            fcntl.flock(lock, fcntl.LOCK_UN)
