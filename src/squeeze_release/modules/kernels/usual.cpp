@@ -1,8 +1,8 @@
 /* The usual call, in C++: `normalize` of shortest.py, what `LongWay` of launch.py does without a question to Triton, and the
    autograd function of fused.py. Everything unusual is handed on to these.
 
-   What it takes of torch is public: tensors, `torch::autograd::Function`, guards. Backward runs in a thread of autograd's, and
-   the usual one without Python: waiting for Python's lock there cost more than all else. */
+   What it takes of torch is public: tensors, `torch::autograd::Function`, guards. On a GPU backward runs in a thread of
+   autograd's, and the usual one does without Python, whose lock it would have to get there. */
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
