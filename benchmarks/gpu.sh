@@ -20,7 +20,7 @@ export PYTHONPATH="src:tests:benchmarks${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLI
 
 tests() {
   python -u -m pytest -q -p no:cacheprovider tests/test_fused.py tests/test_fused_where.py tests/test_fused_gpu.py \
-    tests/test_launch.py tests/test_usual.py tests/test_usual_build.py 2>&1 | tee "$out/tests.txt"
+    tests/test_launch.py tests/test_usual.py tests/test_usual_shortest.py tests/test_usual_build.py 2>&1 | tee "$out/tests.txt"
 }
 
 eager() {

@@ -117,3 +117,16 @@ def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Any:
     except subprocess.CalledProcessError:
         pytest.fail(usual.log_of(built).read_text())
     return usual.load(built)
+
+
+@pytest.fixture
+def plain(in_cpp: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """C++, and kernels for a CPU in plain torch."""
+    from plain_kernels import Plain
+
+    from squeeze_release.modules.kernels import shortest, usual
+
+    monkeypatch.setattr(usual, "compiled", lambda: in_cpp)
+    shortest.forget()
+    yield Plain(monkeypatch)
+    shortest.forget()
