@@ -311,3 +311,15 @@ def test_gradients_of_gradients() -> None:
         found.append(torch.autograd.grad(first.square().sum(), (at, weight)))
     for got, wanted in zip(*found, strict=True):
         near(got, wanted, 1e-5)
+
+
+def test_gradients_of_gradients_of_what_needs_none() -> None:
+    """Of dy nothing is asked, as where a Hessian is multiplied by a vector; and kernels for such tensors are known."""
+    made, x, dy = norm(10, 3), torch.randn(6, 10, device=DEVICE, requires_grad=True), torch.randn(6, 10, device=DEVICE)
+    exact, wide = copy.deepcopy(made).double(), x.detach().double().requires_grad_()
+    for _ in range(2):
+        torch.autograd.grad(run(made, x), x, dy)
+    (got,) = torch.autograd.grad(run(made, x), x, dy, create_graph=True)
+    (want,) = torch.autograd.grad(exact(wide), wide, dy.double(), create_graph=True)
+    near(got, want)
+    near(torch.autograd.grad(got.square().sum(), x)[0], torch.autograd.grad(want.square().sum(), wide)[0], 1e-5)
