@@ -222,7 +222,7 @@ struct Way {
         if (!this->launch) throw py::type_error("a launch is needed");
     }
 
-    /* Without Python's lock. numbers: those in `given`, its last. */
+    /* To be called without Python's lock, which the long way gets for itself. */
     Tensors run(at::ArrayRef<Tensor> read, at::ArrayRef<float> numbers) const {
         Tensors made = (*launch)(read, numbers);
         if (!made.empty()) return made;
@@ -336,7 +336,8 @@ class Differentiable {
 
     static const Common &in(const Tensor &tensor) {
         auto *found = tensor.storage().data_ptr().cast_context<Common>(&drop);
-        TORCH_CHECK(found, "a copy of what CompensatedLayerNorm has saved is nothing");
+        TORCH_CHECK(found, "CompensatedLayerNorm cannot go back, for what its node holds was copied, by a compiler of "
+                           "compiled autograd: compile the network as well, or turn compiled autograd off");
         return *found;
     }
 
@@ -425,14 +426,14 @@ py::object normalize(py::handle globals, PyObject *const *given) {
     return call(of(globals, name.normalize), given, 3);
 }
 
-PyObject *normalize_in_c(PyObject *globals, PyObject *const *given, Py_ssize_t count) {
+PyObject *call_normalize(PyObject *globals, PyObject *const *given, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     if (count != 3 || !PyDict_Check(given[1])) return PyErr_Format(PyExc_TypeError, "normalize takes 3, a dict second");
     return normalize(globals, given).release().ptr();
     END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef definition = {"normalize", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(normalize_in_c)), METH_FASTCALL,
+PyMethodDef definition = {"normalize", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_normalize)), METH_FASTCALL,
                           nullptr};
 
 py::object normalize_with(const py::dict &globals) {
