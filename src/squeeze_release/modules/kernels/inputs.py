@@ -95,8 +95,8 @@ def like(*tensors: Parameter, channels: int | None = None, in_cpp: Any = None) -
     """Whether tensors are as these, in all that a kernel believes of them but their addresses, in one call.
 
     torch's compiler asks this before every call of what it has compiled; of autocast, transforms and modes too, by what
-    they do to the dispatcher. What it overlooks are a compiler's own
-    modes (`count_modes`) and forward gradients. Where one is None here, only None is like it.
+    they do to the dispatcher. What it overlooks are a compiler's own modes (`count_modes`) and forward gradients. Where
+    one is None here, only None is like it.
 
     channels: of the first tensor this dimension alone must be as long; its other sizes, and strides, are left open.
     in_cpp: what `usual` has compiled, which asks the same.
