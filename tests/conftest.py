@@ -16,6 +16,8 @@ import hypothesis
 import pytest
 import torch
 
+from squeeze_release.modules.kernels import native
+
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("suite")  # the same cases on every run; `make fuzz` is where new ones are looked for
 
@@ -45,6 +47,8 @@ def make_torchvision_importable() -> None:
 
 
 make_torchvision_importable()
+
+native.OFTEN = 0  # never: tests say themselves where C++ is to be built
 
 # They go first, longest first: at the end one of two workers would wait for the other.
 _LONG = (
@@ -117,6 +121,21 @@ def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Any:
     except subprocess.CalledProcessError:
         pytest.fail(usual.log_of(built).read_text())
     return usual.load(built)
+
+
+@pytest.fixture(params=["Python", "C++"])
+def called_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Who calls kernels, for as long as a test runs: it was built before, or it cannot be."""
+    from squeeze_release.modules.kernels import shortest, usual
+
+    in_cpp = request.getfixturevalue("in_cpp") if request.param == "C++" else None
+    normalize = shortest._normalize if in_cpp is None else in_cpp.normalize_with(vars(shortest))
+    monkeypatch.setattr(shortest, "normalize", normalize)
+    monkeypatch.setattr(usual, "begin", lambda then: None)  # it has begun, and ended
+    monkeypatch.setattr(usual, "compiled", lambda: in_cpp)
+    shortest.forget()
+    yield request.param
+    shortest.forget()
 
 
 @pytest.fixture

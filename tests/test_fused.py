@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules.kernels import fused, shortest, usual
+from squeeze_release.modules.kernels import fused, shortest
 from squeeze_release.modules.kernels import rows as of_rows
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -32,18 +32,10 @@ needs_gpu = pytest.mark.skipif(not COMPILED, reason="needs Triton and a GPU")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-@pytest.fixture(autouse=True, params=["Python", "C++"])
-def _kernels_of_this_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    in_cpp = request.getfixturevalue("in_cpp") if request.param == "C++" else None
-    normalize = shortest._normalize if in_cpp is None else in_cpp.normalize_with(vars(shortest))
-    monkeypatch.setattr(shortest, "normalize", normalize)
-    monkeypatch.setattr(usual, "begin", lambda then: None)  # it has begun, and ended
-    monkeypatch.setattr(usual, "compiled", lambda: in_cpp)
+@pytest.fixture(autouse=True)
+def _kernels_of_this_test(called_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not COMPILED and not INTERPRETED:
         Plain(monkeypatch)
-    shortest.forget()
-    yield
-    shortest.forget()
 
 
 def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: float = 2, **how: Any) -> Any:

@@ -211,7 +211,7 @@ def test_the_shortest_way_on_another_stream_and_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize("rows", [50, 600])
-@pytest.mark.parametrize("_kernels_of_this_test", ["C++"], indirect=True)
+@pytest.mark.parametrize("called_by", ["C++"], indirect=True)
 def test_triton_is_asked_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made, x = norm(96, 20), torch.randn(rows, 96, device="cuda", requires_grad=True)
 
@@ -227,7 +227,7 @@ def test_triton_is_asked_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("_kernels_of_this_test", ["Python"], indirect=True)
+@pytest.mark.parametrize("called_by", ["Python"], indirect=True)
 def test_from_python_to_cpp(in_cpp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there from one call to the next, and a graph that Python has begun is still good."""
     made, x = norm(96, 20), torch.randn(50, 96, device="cuda", requires_grad=True)

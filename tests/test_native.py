@@ -1,4 +1,7 @@
-"""The kernel of CompensatedLayerNorm for CPUs against float64, and where it must not be used."""
+"""The kernel of CompensatedLayerNorm for CPUs against float64, and where it must not be used.
+
+Twice: as Python calls it, and as `usual.cpp` does.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
 from squeeze_release import CompensatedLayerNorm
-from squeeze_release.modules.kernels import native, shortest
+from squeeze_release.modules.kernels import native, shortest, usual
 from squeeze_release.modules.kernels.inputs import Removed, like
 
 pytestmark = pytest.mark.skipif(native._library() is None, reason="there was no C compiler at installation")
@@ -28,7 +31,7 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 @pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
+def _no_gradients(called_by: str) -> Iterator[None]:
     with torch.no_grad():
         yield
 
@@ -285,9 +288,88 @@ def test_a_parameter_whose_memory_is_gone_is_an_error() -> None:
         made(x)
 
 
+@BOTH
+@pytest.mark.parametrize("called_by", ["C++"], indirect=True)
+def test_cpp_needs_no_python(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a kind of inputs that Python has looked at once: of other lengths and strides, and of other norms."""
+    made, other = norm(8, 3, dtype), norm(8, 5, dtype, offset=9)
+    of_images = norm(8, 3, dtype, channel_dim=1)
+    made(torch.randn(2, 3, 8, dtype=dtype)), of_images(torch.randn(2, 8, 3, 5, dtype=dtype))
+    monkeypatch.setattr(native, "_function", None)  # asked, it is an error
+    monkeypatch.setattr(shortest, "_look", None)
+    exact, others, images = (copy.deepcopy(each).double() for each in (made, other, of_images))
+    monkeypatch.setattr(shortest, "_normalize", lambda *arguments: pytest.fail("handed on"))
+    rows = torch.randn(5, 7, 8), torch.randn(2, 8, 3).mT, torch.randn(8).expand(4, 2, 8)
+    pictures = torch.randn(1, 8, 7, 2), torch.randn(2, 8, 3, 5).to(memory_format=torch.channels_last)
+    cases = [
+        *((each, reference, x) for each, reference in ((made, exact), (other, others)) for x in rows),
+        *((of_images, images, x) for x in pictures),
+    ]
+    results = [(each(x.to(dtype)), reference, x.to(dtype)) for each, reference, x in cases]
+    monkeypatch.undo()
+    for y, reference, x in results:
+        assert y.dtype == dtype
+        near(y, reference(x.double()))
+
+
+@BOTH
+@pytest.mark.parametrize("called_by", ["C++"], indirect=True)
+@pytest.mark.parametrize("shape, channel_dim", [((3, 8), -1), ((2, 8, 5, 7), 1), ((40, 80, 16), -1), ((0, 8), -1)])
+@pytest.mark.parametrize("how", [{}, {"bias": False}, {"elementwise_affine": False}])
+def test_python_and_cpp_say_the_same(
+    shape: tuple[int, ...], channel_dim: int, how: dict[str, bool], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, and it lies alike: which of them calls is a matter of when."""
+    made, x = norm(shape[channel_dim], 3, dtype, channel_dim=channel_dim, **how), torch.randn(shape).to(dtype)
+    by_cpp = made(x)
+    monkeypatch.setattr(usual, "compiled", lambda: None)
+    monkeypatch.setattr(shortest, "normalize", shortest._normalize)
+    shortest.forget()
+    by_python = made(x)
+    assert torch.equal(by_cpp, by_python) and by_cpp.stride() == by_python.stride()
+
+
+@pytest.mark.parametrize("called_by", ["Python"], indirect=True)
+def test_small_inputs_that_are_common_ask_for_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[bool] = []
+    monkeypatch.setattr(usual, "begin", lambda then: begun.append(then is shortest._shorten))
+    monkeypatch.setattr(native, "OFTEN", 5)
+    made = norm(8, 3)
+    for _ in range(10):
+        made(torch.randn(native.SMALL // 8 + 1, 8))  # which take their time
+    for _ in range(4):
+        made(torch.randn(native.SMALL // 8, 8))
+    assert not begun
+    for _ in range(4):
+        made(torch.randn(3, 8))
+    assert begun == [True]
+
+
+@pytest.mark.parametrize("called_by", ["Python"], indirect=True)
+def test_from_python_to_cpp(in_cpp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there from one call to the next."""
+    made, x = norm(8, 3), torch.randn(3, 8)
+
+    def begin(then: Callable[[Any], None]) -> None:
+        monkeypatch.setattr(usual, "compiled", lambda: in_cpp)
+        then(in_cpp)
+
+    monkeypatch.setattr(usual, "begin", begin)
+    monkeypatch.setattr(native, "OFTEN", 5)
+    results, by_cpp = [], []
+    for _ in range(10):
+        results.append(made(x))
+        by_cpp.append(shortest.normalize is not shortest._normalize)
+    assert by_cpp == [False] * 4 + [True] * 6
+    assert all(torch.equal(y, results[0]) for y in results)
+    (((seen,),),) = [shortest._seen.values()]
+    assert isinstance(seen.kernels.plain, in_cpp.Native)
+
+
 def test_like_tells_apart_what_a_kernel_would_not() -> None:
     x, weight = torch.randn(2, 3, 4), nn.Parameter(torch.randn(4))
-    exact, loose = like(x, weight), like(x, weight, channels=-1)
+    in_cpp = usual.compiled()
+    exact, loose = like(x, weight, in_cpp=in_cpp), like(x, weight, channels=-1, in_cpp=in_cpp)
     assert exact is not None and loose is not None
     fits_both = torch.randn(2, 3, 4)
     fits_loose = (torch.randn(5, 7, 4), torch.randn(2, 4, 3).mT, torch.randn(2, 6, 4)[:, ::2])

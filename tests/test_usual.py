@@ -35,13 +35,16 @@ def norm(kept: int = 8, removed: int = 3, **how: Any) -> CompensatedLayerNorm:
 # ------------------------------------------------------------------------------------------------------- like or unlike
 
 
+@pytest.mark.parametrize("channels", [None, -1, 1])
 @pytest.mark.parametrize("how", ["C++", "torch"])
-def test_what_is_like_a_tensor(how: str, in_cpp: Any) -> None:
+def test_what_is_like_a_tensor(how: str, channels: int | None, in_cpp: Any) -> None:
     x, weight = torch.randn(4, 8), nn.Parameter(torch.randn(8))
-    same = like(x, weight, in_cpp=in_cpp if how == "C++" else None)
+    same = like(x, weight, channels=channels, in_cpp=in_cpp if how == "C++" else None)
     assert same is not None and same(x, weight) and same(torch.zeros(4, 8), nn.Parameter(torch.zeros(8)))
+    for open_to_some in (torch.randn(5, 8), torch.randn(8, 4).T, torch.randn(0, 8)):
+        assert same(open_to_some, weight) == (channels is not None)
     others = {
-        "shape": torch.randn(5, 8), "strides": torch.randn(8, 4).T, "dtype": x.double(),
+        "width": torch.randn(4, 9), "rank": torch.randn(1, 4, 8), "fewer": torch.randn(8), "dtype": x.double(),
         "gradients": x.clone().requires_grad_(),
         "class": x.as_subclass(Other), "device": x.to("meta"), "negated": torch._neg_view(x), "sparse": x.to_sparse(),
         "zeros": torch._efficientzerotensor(4, 8), "nothing": None,
@@ -68,10 +71,18 @@ def test_only_tensors_are_asked_about(in_cpp: Any) -> None:
     for wrong in ((1,), ("x", torch.randn(2))):
         with pytest.raises(TypeError):
             in_cpp.Likes(*wrong)
+    with pytest.raises(IndexError, match="a dimension"):
+        in_cpp.Likes(torch.randn(2), channels=1)
     same = in_cpp.Likes(torch.randn(2))
     assert not same("x")
     with pytest.raises(TypeError):
         same()
+
+
+def test_a_kernel_for_cpus_is_somewhere_and_has_a_width(in_cpp: Any) -> None:
+    for wrong in ((0, 8, False, print), (1, 0, False, print)):
+        with pytest.raises(TypeError, match="a function and a width"):
+            in_cpp.Native(*wrong)
 
 
 # ------------------------------------------------------------------------------------------------------------- autograd

@@ -124,7 +124,7 @@ def test_where_there_is_no_kernel(asked: Any, in_cpp: Any) -> None:
     ask, x = asked(norm()), torch.randn(4, 8)
     ask.globals["_seen"] = {(8, False): (Seen(in_cpp.Likes(x, ask.norm.weight, ask.norm.bias), True, (None, None)),)}
     assert ask(x) is None and not ask.handed_on
-    ask.globals["_seen"] = {(8, False): (Seen(lambda *tensors: True, True, (None, None)),)}  # Python's, of a CPU
+    ask.globals["_seen"] = {(8, False): (Seen(lambda *tensors: True, True, (None, None)),)}  # asked by Python
     assert ask(x) is None and len(ask.handed_on) == 1
 
 

@@ -101,10 +101,11 @@ def like(*tensors: Parameter, channels: int | None = None, in_cpp: Any = None) -
     channels: of the first tensor this dimension alone must be as long; its other sizes, and strides, are left open.
     in_cpp: what `usual` has compiled, which asks the same.
     """
-    if in_cpp is not None and channels is None:
-        same: Callable[..., bool] = in_cpp.Likes(*tensors)
-        return same
     there = [tensor for tensor in tensors if tensor is not None]
+    channels = None if channels is None else channels % there[0].dim()
+    if in_cpp is not None:
+        same: Callable[..., bool] = in_cpp.Likes(*tensors, channels=channels)
+        return same
     try:
         from torch._C._dynamo.guards import TensorGuards
 

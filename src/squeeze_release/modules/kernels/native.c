@@ -20,20 +20,25 @@
 #define FOR_EACH_CPU
 #endif
 
-const int native_version = 3;  /* of what is below; native.py asks for it */
+const int native_version = 4;  /* of what is below; native.py asks for it */
 
 typedef uint16_t half;  /* bfloat16, the upper half of a float */
 
-typedef struct {        /* the numbers are inputs.Removed */
-    int64_t width;
+typedef struct {        /* inputs.Removed */
     float mean, share, cross, base, inverse;
-    const void *weight, *bias;      /* either may be missing; given at each call */
+} numbers;
+
+typedef struct {
+    numbers removed;
+    const void *weight, *bias;      /* either may be missing */
+    int64_t width;
 } norm;
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 FOR_EACH_CPU static void norm_some(const norm *of, const float *x, float *y, int64_t rows) {
     const float *weight = of->weight, *bias = of->bias;
+    numbers gone = of->removed;
     int64_t width = of->width;
     float mean[AT_ONCE], scale[AT_ONCE];
     for (int64_t row = 0; row < rows; row++) {
@@ -49,7 +54,7 @@ FOR_EACH_CPU static void norm_some(const norm *of, const float *x, float *y, int
     }
     for (int64_t row = 0; row < rows; row++) {
         const float *from = x + row * width;
-        float kept = mean[row], shift = of->mean - kept;
+        float kept = mean[row], shift = gone.mean - kept;
         double total = 0;
         for (int64_t start = 0; start < width; start += BLOCK) {
             float part = 0;
@@ -57,8 +62,8 @@ FOR_EACH_CPU static void norm_some(const norm *of, const float *x, float *y, int
             for (int64_t i = start; i < smaller(start + BLOCK, width); i++) part += (from[i] - kept) * (from[i] - kept);
             total += part;
         }
-        scale[row] = 1 / sqrtf((float)total * of->inverse + (of->cross * shift * shift + of->base));
-        mean[row] = kept + of->share * shift;
+        scale[row] = 1 / sqrtf((float)total * gone.inverse + (gone.cross * shift * shift + gone.base));
+        mean[row] = kept + gone.share * shift;
     }
     for (int64_t row = 0; row < rows; row++) {
         const float *from = x + row * width;
@@ -132,30 +137,27 @@ static int shared_out(int (*work)(const norm *, const void *, void *, int64_t), 
     return failed;
 }
 
-static norm with(const norm *of, const void *weight, const void *bias) {
-    norm all = *of;
-    all.weight = weight, all.bias = bias;
-    return all;
-}
-
-int norm_float(const norm *of, const float *x, const float *weight, const float *bias, float *y, int64_t rows) {
-    norm all = with(of, weight, bias);
+int norm_float(const numbers *removed, const float *x, const float *weight, const float *bias, float *y, int64_t rows,
+               int64_t width) {
+    norm all = {*removed, weight, bias, width};
     return shared_out(float_rows, &all, (const char *)x, (char *)y, rows, sizeof(float));
 }
 
 /* x and y in bfloat16. */
-int norm_mixed(const norm *of, const half *x, const float *weight, const float *bias, half *y, int64_t rows) {
-    norm all = with(of, weight, bias);
+int norm_mixed(const numbers *removed, const half *x, const float *weight, const float *bias, half *y, int64_t rows,
+               int64_t width) {
+    norm all = {*removed, weight, bias, width};
     return shared_out(half_rows, &all, (const char *)x, (char *)y, rows, sizeof(half));
 }
 
 /* weight and bias in bfloat16 too. */
-int norm_half(const norm *of, const half *x, const half *weight, const half *bias, half *y, int64_t rows) {
-    float *wide = malloc(sizeof(float) * (size_t)(2 * of->width));
+int norm_half(const numbers *removed, const half *x, const half *weight, const half *bias, half *y, int64_t rows,
+              int64_t width) {
+    float *wide = malloc(sizeof(float) * (size_t)(2 * width));
     if (wide == NULL) return 1;
-    if (weight) widen(weight, wide, of->width);
-    if (bias) widen(bias, wide + of->width, of->width);
-    int failed = norm_mixed(of, x, weight ? wide : NULL, bias ? wide + of->width : NULL, y, rows);
+    if (weight) widen(weight, wide, width);
+    if (bias) widen(bias, wide + width, width);
+    int failed = norm_mixed(removed, x, weight ? wide : NULL, bias ? wide + width : NULL, y, rows, width);
     free(wide);
     return failed;
 }

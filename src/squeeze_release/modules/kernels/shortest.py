@@ -73,6 +73,11 @@ def normalize(x: Tensor, norm: dict[str, Any], image: bool) -> Tensor | None:
 _normalize = normalize
 
 
+def begin() -> None:
+    """To build or load what is in C++, as the first call on a GPU does, and many on a CPU."""
+    usual.begin(_shorten)
+
+
 def _shorten(in_cpp: Any) -> None:
     """From now on C++ has the usual case, and comes to `_normalize` with all others."""
     global normalize
@@ -108,12 +113,12 @@ def _look(x: Tensor, weight: Parameter, bias: Parameter, kept: int, image: bool)
     if same is None:
         return None
     if x.is_cpu:
-        kernels = Kernels(native.kernel(x, weight, bias, image), None)
+        kernels = Kernels(native.kernel(x, weight, bias, image, in_cpp, begin), None)
     elif x.is_cuda:
         kernels = fused.kernels(x, weight, bias, image)
         if kernels.plain is not None:
-            usual.begin(_shorten)
-        if usual.compiled() is not in_cpp:  # which was built meanwhile, and these would be without it
-            return None
+            begin()
+    if usual.compiled() is not in_cpp:  # which was built meanwhile, and these would be without it
+        return None
     tracked = any(each is not None and each.requires_grad for each in (x, weight, bias))
     return Seen(same, tracked, kernels)

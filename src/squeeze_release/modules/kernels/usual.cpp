@@ -1,9 +1,10 @@
-/* The usual call, in C++: `normalize` of shortest.py, what `LongWay` of launch.py does without a question to Triton, and the
-   autograd function of fused.py. Everything unusual is handed on to these.
+/* The usual call, in C++: `normalize` of shortest.py, what `LongWay` of launch.py does without a question to Triton, the
+   autograd function of fused.py, and the call of native.py. Everything unusual is handed on to these.
 
    What it takes of torch is public: tensors, `torch::autograd::Function`, guards. On a GPU backward runs in a thread of
    autograd's, and the usual one does without Python, whose lock it would have to get there. */
 
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
@@ -60,7 +61,8 @@ Tensor there(const Parameter &parameter) { return parameter.value_or(Tensor()); 
 
 template <class Of>
 Of *as(py::handle object) {
-    return py::isinstance<Of>(object) ? object.cast<Of *>() : nullptr;
+    static PyObject *const type = py::type::of<Of>().ptr();  /* to look for it would cost more than the rest */
+    return reinterpret_cast<PyObject *>(Py_TYPE(object.ptr())) == type ? object.cast<Of *>() : nullptr;
 }
 
 Numbers numbers_of(py::handle tuple) {
@@ -82,24 +84,35 @@ bool nobody_watches() {
     return !c10::impl::TorchDispatchModeTLS::stack_len() && !torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }
 
+using Dimension = std::optional<size_t>;
+
 /* All that a kernel believes of a tensor but its address; and, by the keys, who else must hear of an op with it. */
 struct Like {
     bool there, requires_grad = false;
+    Dimension channels;  /* if there is one, it alone must be as long: other sizes, and strides, are left open */
     c10::DispatchKeySet keys;
     c10::ScalarType dtype = c10::ScalarType::Undefined;
     c10::Device device = c10::kCPU;
     std::vector<int64_t> sizes, strides;
 
-    explicit Like(const Tensor &tensor) : there(tensor.defined()) {
+    Like(const Tensor &tensor, Dimension channels) : there(tensor.defined()), channels(channels) {
         if (!there) return;
         keys = keys_of(tensor), dtype = tensor.scalar_type(), device = tensor.device(), requires_grad = tensor.requires_grad();
         sizes = tensor.sizes().vec(), strides = tensor.strides().vec();
+        if (channels && *channels >= sizes.size()) throw py::index_error("a dimension that a tensor has is needed");
     }
 
     bool operator()(const Tensor &tensor) const {
         if (!there || !tensor.defined()) return there == tensor.defined();
         return keys_of(tensor) == keys && tensor.scalar_type() == dtype && tensor.device() == device &&
-               tensor.requires_grad() == requires_grad && tensor.sizes() == sizes && tensor.strides() == strides;
+               tensor.requires_grad() == requires_grad && lies_like(tensor);
+    }
+
+   private:
+    bool lies_like(const Tensor &tensor) const {
+        const auto other = tensor.sizes();
+        if (!channels) return other == sizes && tensor.strides() == strides;
+        return other.size() == sizes.size() && other[*channels] == sizes[*channels];
     }
 };
 
@@ -108,8 +121,12 @@ struct Likes {
     std::vector<Like> each;
     std::vector<PyTypeObject *> classes;
 
-    explicit Likes(const py::args &tensors) {
-        for (py::handle tensor : tensors) each.emplace_back(tensor_of(tensor)), classes.push_back(Py_TYPE(tensor.ptr()));
+    /* channels: of the first tensor. */
+    Likes(const py::args &tensors, Dimension channels) {
+        for (py::handle tensor : tensors) {
+            each.emplace_back(tensor_of(tensor), each.empty() ? channels : Dimension());
+            classes.push_back(Py_TYPE(tensor.ptr()));
+        }
     }
 
     bool operator()(at::ArrayRef<Tensor> tensors) const {
@@ -249,6 +266,32 @@ struct Way {
             made = run(read, numbers);
         }
         return alone ? python_of(made[0]) : tuple_of(made);
+    }
+};
+
+/* A kernel of native.c for rows of a width, wherever they lie. */
+struct Native {
+    using Function = int (*)(const float *removed, const void *x, const void *weight, const void *bias, void *y, int64_t rows,
+                             int64_t width);
+    Function function;
+    int64_t width;
+    bool image;
+    Held otherwise;
+
+    Native(uintptr_t function, int64_t width, bool image, const py::object &otherwise)
+        : function(reinterpret_cast<Function>(function)), width(width), image(image), otherwise(hold(otherwise)) {
+        if (!function || width <= 0) throw py::type_error("a function and a width are needed");
+    }
+
+    /* Nothing, where the long way is needed. Without Python's lock. */
+    Tensor operator()(Tensor x, const Tensor &weight, const Tensor &bias, at::ArrayRef<float> removed) const {
+        x = image ? x.permute({0, 2, 3, 1}).contiguous() : x.contiguous();
+        auto gone = [](const Tensor &tensor) { return tensor.defined() && !tensor.const_data_ptr(); };
+        auto at = [](const Tensor &tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; };
+        if (gone(x) || gone(weight) || gone(bias) || removed.size() != 5) return {};
+        Tensor y = at::empty_like(x);
+        if (function(removed.data(), at(x), at(weight), at(bias), y.mutable_data_ptr(), x.numel() / width, width)) return {};
+        return image ? y.permute({0, 3, 1, 2}) : y;
     }
 };
 
@@ -394,21 +437,32 @@ py::object find(py::handle globals, py::handle kept, py::handle image, PyObject 
     return {};
 }
 
+template <class Compute>
+py::object without_lock(const Compute &compute) {
+    Tensor y;
+    {
+        py::gil_scoped_release no_gil;
+        y = compute();
+    }
+    return python_of(y);
+}
+
 py::object go(py::handle way, PyObject *const *tensors) {
     bool tracked = PyTuple_GET_ITEM(way.ptr(), 1) == Py_True && c10::GradMode::is_enabled();
     auto kernel = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(PyTuple_GET_ITEM(way.ptr(), 2), tracked));
     if (kernel.is_none()) return kernel;
     if (tracked) kernel = kernel[tensors[3]];
-    auto *differentiable = tracked ? as<Differentiable>(kernel) : nullptr;
-    auto *plain = tracked ? nullptr : as<Way>(kernel);
-    if (!differentiable && !plain) return call(kernel, tensors, tracked ? 3 : 4);
-    Tensor read[] = {tensor_of(tensors[0]), tensor_of(tensors[1]), tensor_of(tensors[2])}, y;
-    Numbers removed = plain ? numbers_of(tensors[3]) : Numbers();
-    {
-        py::gil_scoped_release no_gil;
-        y = plain ? plain->run(read, removed)[0] : (*differentiable)(read[0], read[1], read[2]);
+    Tensor read[] = {tensor_of(tensors[0]), tensor_of(tensors[1]), tensor_of(tensors[2])};
+    if (auto *differentiable = tracked ? as<Differentiable>(kernel) : nullptr)
+        return without_lock([&] { return (*differentiable)(read[0], read[1], read[2]); });
+    if (tracked) return call(kernel, tensors, 3);
+    Numbers removed = numbers_of(tensors[3]);
+    if (auto *native = as<Native>(kernel)) {
+        py::object y = without_lock([&] { return (*native)(read[0], read[1], read[2], removed); });
+        return y.is_none() ? call(of(native->otherwise), tensors, 4) : y;
     }
-    return python_of(y);
+    if (auto *way = as<Way>(kernel)) return without_lock([&] { return way->run(read, removed)[0]; });
+    return call(kernel, tensors, 4);
 }
 
 /* normalize(x, norm, image), with the globals of shortest.py. Another thread may exchange what a norm has meanwhile. */
@@ -446,7 +500,7 @@ py::object normalize_with(const py::dict &globals) {
 
 PYBIND11_MODULE(squeeze_release_usual, module) {
     py::class_<Likes, std::shared_ptr<Likes>>(module, "Likes")
-        .def(py::init<const py::args &>())
+        .def(py::init<const py::args &, Dimension>(), py::kw_only(), py::arg("channels") = py::none())
         .def("__call__", [](const Likes &self, const py::args &tensors) {
             if (tensors.size() != self.each.size()) throw py::type_error("other tensors than it knows");
             return self(reinterpret_cast<PyTupleObject *>(tensors.ptr())->ob_item);
@@ -466,5 +520,8 @@ PYBIND11_MODULE(squeeze_release_usual, module) {
             py::gil_scoped_release no_gil;
             return self(read[0], read[1], read[2]);
         });
+    py::class_<Native>(module, "Native")
+        .def(py::init<uintptr_t, int64_t, bool, const py::object &>())
+        .def("__call__", [](const Native &self, const py::args &given) { return of(self.otherwise)(*given); });
     module.def("normalize_with", &normalize_with);
 }

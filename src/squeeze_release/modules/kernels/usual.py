@@ -74,13 +74,14 @@ def build(into: Path, *flags: str) -> None:
     for each in headers:
         command += ["-isystem", each]
     command += [f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
-    # By a shell, which brings it to an end, and has the lock till then, if this process comes to its own meanwhile.
+    # By a shell, which brings it to an end, and has the lock till then, if this process comes to its own meanwhile; a
+    # nice one, for who else computes on the same cores.
     script = 'new="$0.new"; "$@" -o "$new" && mv "$new" "$0" || { rm -f "$new"; exit 1; }'
     into.parent.mkdir(parents=True, exist_ok=True)
     with _alone(into.parent) as lock, log_of(into).open("wb") as log:
         if not into.exists():
             subprocess.run(
-                list(map(str, ["sh", "-c", script, into, *command])), check=True, start_new_session=True,
+                list(map(str, ["nice", "sh", "-c", script, into, *command])), check=True, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[lock],
             )  # fmt: skip
 
