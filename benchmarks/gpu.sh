@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What only a GPU can say, in parts that fit into minutes: bash benchmarks/gpu.sh FOLDER tests|eager|norm|compiled ...
 #
-#   tests     the kernels of CompensatedLayerNorm against float64                                     1 minute
+#   tests     the kernels of CompensatedLayerNorm against float64                                     2 minutes
 #   eager     latency.py, called one by one and as CUDA graphs                                        6 minutes
 #   norm      layer_norm.py                                                                           2 minutes
 #   compiled  latency.py with torch.compile: sixteen processes compile side by side, then measure one after the other,
