@@ -17,10 +17,11 @@ from torch._inductor import metrics
 from torch.func import functional_call
 
 from squeeze_release import CompensatedLayerNorm, modules
-from squeeze_release.modules import layer_norm
+from squeeze_release.modules import formulas
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")  # inductor's own
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+FORMULAS = pytest.mark.parametrize("formula", ["_in_one_sum", "_in_two_sums", "_inside_two_sums"])
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +37,17 @@ def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: fl
     return made
 
 
+@pytest.fixture
+def _formula(formula: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the one that is chosen where nothing is compiled."""
+    monkeypatch.setattr(formulas, "_inside_two_sums", getattr(formulas, formula))
+
+
 @BOTH
+@FORMULAS
 @pytest.mark.parametrize("width", [1, 3, 100, 1000])
 @pytest.mark.parametrize("removed", [0, 5])
+@pytest.mark.usefixtures("_formula")
 def test_the_formula(width: int, removed: int, dtype: torch.dtype) -> None:
     made, x = norm(width, removed, dtype), (2 * torch.randn(7, width) + 1).to(dtype)
     if width == 1 and not removed:
@@ -46,8 +55,10 @@ def test_the_formula(width: int, removed: int, dtype: torch.dtype) -> None:
     near(made._written_out(x), copy.deepcopy(made).double()(x.double()))
 
 
+@FORMULAS
 @pytest.mark.parametrize("mean, offset", [(1e4, 1e4), (-300.0, 0.0), (0.0, 1e4)])
 @pytest.mark.parametrize("removed", [1, 50])
+@pytest.mark.usefixtures("_formula")
 def test_large_means_do_not_cancel(removed: int, mean: float, offset: float) -> None:
     made, x = norm(200, removed, offset=offset), mean + torch.randn(30, 200)
     spread = max(1.0, abs(mean - offset) * (removed * 200) ** 0.5 / (removed + 200))
@@ -119,11 +130,55 @@ def test_no_more_kernels_than_a_layer_norm(where: Any, plain: Any, channel_dim: 
 
 
 @BOTH
+@FORMULAS
+@pytest.mark.usefixtures("_formula")
 @torch.no_grad()
-def test_as_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_norm, "_in_two_sums", layer_norm._in_views)
+def test_each_formula_as_a_kernel(dtype: torch.dtype) -> None:
     made, x = norm(48, 20, dtype, channel_dim=1), torch.randn(2, 48, 5, 7).to(dtype)
     near(torch.compile(made, fullgraph=True)(x), copy.deepcopy(made).double()(x.double()))
+
+
+class Seen(list[str]):
+    """A compiler that makes nothing, and keeps what it was given."""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.append(" ".join(str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU what is known of a row is in memory whatever there is of them")
+def test_of_many_rows_what_is_known_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formulas, "FEW", 60)
+    made, few, many = norm(6, 3), torch.randn(10, 6), torch.randn(11, 6)
+
+    def in_memory(x: Tensor, **how: Any) -> bool:
+        seen = Seen()
+        torch._dynamo.reset()
+        near(torch.compile(made, fullgraph=True, backend=seen, **how)(x), copy.deepcopy(made).double()(x.double()))
+        return "as_strided" in seen[0]
+
+    with torch.no_grad():
+        assert in_memory(many) and not in_memory(few)
+        assert in_memory(few, dynamic=True)
+    assert not in_memory(many)  # autograd keeps what it needs
+
+
+@torch.no_grad()
+def test_sizes_that_are_left_open_ask_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formulas, "FEW", 60)
+    made, seen = norm(6, 3), Seen()
+    compiled = torch.compile(made, fullgraph=True, dynamic=True, backend=seen)
+    for rows in (3, 10, 11, 400):
+        x = torch.randn(rows, 6)
+        near(compiled(x), copy.deepcopy(made).double()(x.double()))
+    assert len(seen) == 1
+
+
+@torch.no_grad()
+def test_what_is_exported_has_no_views_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formulas, "FEW", 0)
+    program = torch.export.export(norm(6, 3).to(DEVICE), (torch.randn(5, 6, device=DEVICE),), strict=False)
+    assert "as_strided" not in program.graph_module.code
 
 
 def test_it_is_compiled_as_such_and_not_as_for_eager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +273,10 @@ def test_all_norms_follow_a_merge(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "GroupNorm"])
+@pytest.mark.parametrize("few", [formulas.FEW, 0])
 @torch.no_grad()
-def test_large_numbers_do_not_overflow(name: str) -> None:
+def test_large_numbers_do_not_overflow(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formulas, "FEW", few)
     made, x = getattr(modules, f"Compensated{name}")(4096), 1e18 * torch.randn(3, 4096)
     made.merge(1e18 * torch.randn(9))
     near(torch.compile(made, backend="aot_eager")(x), copy.deepcopy(made).double()(x.double()))

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from .formulas import normalized, scaled
 from .kernels import fused, shortest
-from .kernels.inputs import Parameter, Removed, nobody_watches, output_dtype
+from .kernels.inputs import Removed, nobody_watches, output_dtype
 from .state import CompensatedNorm, behind
 
 
@@ -125,13 +126,11 @@ class CompensatedLayerNorm(CompensatedNorm):
         return scaled(y, weight, bias) if weight is None or bias is None else torch.addcmul(bias, y, weight)
 
     def _written_out(self, x: Tensor) -> Tensor:
-        """Of the statistics that are there, in ways of which a compiler makes no more kernels than of F.layer_norm."""
+        """Of the statistics that are there, whoever put them there."""
         _check(x, self._kept)
         x = x.contiguous()  # as F.layer_norm's output is
         wide = x if x.dtype == torch.float64 else x.float()
         if self._kept:
-            # With gradients a view would cost more than it saves.
-            normalized = _in_views if x.is_cuda and not torch.is_grad_enabled() else _in_two_sums
             wide = normalized(wide, self._kept, self.statistics, self.eps)
         y = scaled(wide, self.weight, self.bias)
         return y.to(output_dtype(x)) if x.is_floating_point() else y
@@ -143,52 +142,6 @@ class CompensatedLayerNorm(CompensatedNorm):
 
     def extra_repr(self) -> str:
         return f"{self._kept}, removed={self.removed}, eps={self.eps}, channel_dim={self.channel_dim}"
-
-
-def centred_and_scaled(x: Tensor, dims: int | tuple[int, ...], kept: int, statistics: Tensor, eps: float) -> Tensor:
-    centre, scale = _centre_and_scale(x, dims, kept, statistics, eps)
-    return (x - centre) * scale
-
-
-def _centre_and_scale(
-    x: Tensor, dims: int | tuple[int, ...], kept: int, statistics: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    var, mu = torch.var_mean(x, dims, correction=0, keepdim=True)
-    count, mean, m2 = statistics.to(x.dtype)
-    width, away = count + kept, mu - mean
-    live, gone = kept / width, count / width
-    # Scaled before they are added up: the sum of squares of large numbers overflows where their mean does not.
-    var = var * live + away.square() * (live * gone) + (m2 / width + eps)
-    return mu - away * gone, var.rsqrt()
-
-
-def _in_views(x: Tensor, kept: int, statistics: Tensor, eps: float) -> Tensor:
-    """What is viewed like this must be in memory, so that inductor works it out once, and not for each element again.
-
-    On a GPU it would make two kernels of so long an expression, and it splits one sum better than two.
-    """
-    pair = _centre_and_scale(x, -1, kept, statistics, eps)
-    centre, scale = (each.as_strided(each.shape, each.stride()) for each in pair)
-    return (x - centre) * scale
-
-
-def _in_two_sums(x: Tensor, kept: int, statistics: Tensor, eps: float) -> Tensor:
-    """All that the removed channels add goes into the two sums, with every kept channel a part of it.
-
-    On a CPU this is one loop for each, faster than F.layer_norm's.
-    """
-    count, mean, m2 = statistics.to(x.dtype)
-    width = count + kept
-    inverse, gone = 1 / width, count / width / kept
-    mu = (x * inverse + gone * mean).sum(-1, True)
-    square = (mu - x).square() * inverse + ((mu - mean).square() * gone + (m2 * inverse + eps) / kept)
-    y: Tensor = (x - mu) * square.sum(-1, True).rsqrt()
-    return y
-
-
-def scaled(y: Tensor, weight: Parameter, bias: Parameter) -> Tensor:
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
 
 
 def _check(x: Tensor, kept: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layer_norm import CompensatedLayerNorm, scaled
+from .formulas import scaled
+from .layer_norm import CompensatedLayerNorm
 from .state import behind
 
 
