@@ -146,7 +146,6 @@ class Seen(list[str]):
         return graph.forward
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU what is known of a row is in memory whatever there is of them")
 def test_of_many_rows_what_is_known_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formulas, "FEW", 60)
     made, few, many = norm(6, 3), torch.randn(10, 6), torch.randn(11, 6)
