@@ -21,7 +21,7 @@ from squeeze_release.modules import formulas
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")  # inductor's own
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-FORMULAS = pytest.mark.parametrize("formula", ["_in_one_sum", "_in_two_sums", "_inside_two_sums"])
+FORMULAS = pytest.mark.parametrize("formula", ["_on_a_gpu", "_of_many_rows", "_of_few_rows"])
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def norm(kept: int, removed: int, dtype: torch.dtype = torch.float32, offset: fl
 @pytest.fixture
 def _formula(formula: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the one that is chosen where nothing is compiled."""
-    monkeypatch.setattr(formulas, "_inside_two_sums", getattr(formulas, formula))
+    monkeypatch.setattr(formulas, "_of_few_rows", getattr(formulas, formula))
 
 
 @BOTH

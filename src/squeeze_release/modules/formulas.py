@@ -15,14 +15,14 @@ FEW = 65536  # entries: on a CPU one more pass over their rows takes longer than
 
 
 def normalized(x: Tensor, kept: int, statistics: Tensor, eps: float) -> Tensor:
-    """Along the last dimension, in ways of which a compiler makes no slower kernels than of F.layer_norm."""
+    """Along the last dimension, in the way that is fastest when compiled for inference: about F.layer_norm's time."""
     # With gradients it is autograd that keeps what it needs.
     inference = is_dynamo_compiling() and not torch.is_grad_enabled()
     if inference and x.is_cuda:
-        return _in_one_sum(x, kept, statistics, eps)
+        return _on_a_gpu(x, kept, statistics, eps)
     if inference and not statically_known_true(x.numel() <= FEW):  # of sizes that are left open, large ones cost more
-        return _in_two_sums(x, kept, statistics, eps)
-    return _inside_two_sums(x, kept, statistics, eps)
+        return _of_many_rows(x, kept, statistics, eps)
+    return _of_few_rows(x, kept, statistics, eps)
 
 
 def centred_and_scaled(x: Tensor, dims: int | tuple[int, ...], kept: int, statistics: Tensor, eps: float) -> Tensor:
@@ -42,14 +42,14 @@ def _centre_and_scale(
     return mu - away * gone, var.rsqrt()
 
 
-def _in_one_sum(x: Tensor, kept: int, statistics: Tensor, eps: float) -> Tensor:
-    """For a GPU, where inductor splits one sum better than two, and would make two kernels of so long an expression."""
-    centre, scale = _centre_and_scale(x, -1, kept, statistics, eps)
-    return (x - _in_memory(centre)) * _in_memory(scale)
+def _on_a_gpu(x: Tensor, kept: int, statistics: Tensor, eps: float) -> Tensor:
+    """In one sum, which inductor splits better there than two; of so long an expression it would make two kernels."""
+    centre, scale = (_in_memory(each) for each in _centre_and_scale(x, -1, kept, statistics, eps))
+    return (x - centre) * scale
 
 
-def _in_two_sums(x: Tensor, kept: int, statistics: Tensor, eps: float) -> Tensor:
-    """For many rows on a CPU: between passes over entries, what is known of a row is worked out for 16 rows at once."""
+def _of_many_rows(x: Tensor, kept: int, statistics: Tensor, eps: float) -> Tensor:
+    """In two sums; between them, and behind, what is known of a row is worked out for 16 rows at once."""
     count, mean, m2 = statistics.to(x.dtype)
     inverse = 1 / (count + kept)
     live, gone = kept * inverse, count * inverse
@@ -59,10 +59,10 @@ def _in_two_sums(x: Tensor, kept: int, statistics: Tensor, eps: float) -> Tensor
     return (x - mu) * _in_memory(var.rsqrt())
 
 
-def _inside_two_sums(x: Tensor, kept: int, statistics: Tensor, eps: float) -> Tensor:
+def _of_few_rows(x: Tensor, kept: int, statistics: Tensor, eps: float) -> Tensor:
     """All that the removed channels add goes into the two sums, with every kept channel a part of it.
 
-    For few rows on a CPU: one loop over them. And where gradients are asked for, as few kernels as there can be.
+    That makes one loop over rows; and with gradients, however many rows there are, as few kernels as there can be.
     """
     count, mean, m2 = statistics.to(x.dtype)
     width = count + kept
